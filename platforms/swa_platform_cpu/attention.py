@@ -1,0 +1,64 @@
+"""The attention provider of the CPU platform: the plain PyTorch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from swa_backend.provider import AttentionCall, AttentionShape
+from swa_backend.reference.attention import Segment, sparse_attention
+
+_MAX_HEADS = 128
+_HEAD_DIM = 512
+
+
+class ReferenceAttention:
+    """Exact in float32, for every cache layout, one or two caches, on CPU tensors."""
+
+    name = "reference"
+
+    def supports(self, shape: AttentionShape) -> Sequence[str]:
+        """Every reason why the shape cannot be served; empty when it can."""
+        reasons: list[str] = []
+        if not 1 <= shape.num_heads <= _MAX_HEADS:
+            reasons.append(f"num_heads is {shape.num_heads}; it takes 1 to {_MAX_HEADS}")
+        if shape.head_dim != _HEAD_DIM:
+            reasons.append(f"head_dim is {shape.head_dim}; it takes {_HEAD_DIM}")
+        if shape.device is not None and shape.device.type != "cpu":
+            reasons.append(f"the device is {shape.device}; it takes cpu tensors")
+        return tuple(reasons)
+
+    def decode(self, call: AttentionCall) -> None:
+        """Write the rows of the decode tokens, padded ones included."""
+        metadata = call.metadata
+        _attend(call, 0, metadata.num_decode_tokens, metadata.decode_swa_indices, metadata.decode_swa_lens)
+
+    def prefill(self, call: AttentionCall) -> None:
+        """Write the rows of the prefill tokens, padded ones included."""
+        metadata = call.metadata
+        if metadata.prefill_swa_indices is None or metadata.prefill_swa_lens is None:
+            return
+        first = metadata.num_decode_tokens
+        _attend(
+            call,
+            first,
+            first + metadata.num_prefill_tokens,
+            metadata.prefill_swa_indices,
+            metadata.prefill_swa_lens,
+        )
+
+
+def _attend(call: AttentionCall, first: int, last: int, rows: torch.Tensor, lens: torch.Tensor) -> None:
+    """Attention of the tokens ``first .. last - 1``; ``rows`` [last - first, 1, width] and ``lens`` are theirs."""
+    if first == last:
+        return
+    tokens = slice(first, last)
+    segments = [Segment(call.pages, rows.squeeze(1), lens)]
+    if call.compressed is not None:
+        second = call.compressed
+        # A padded token sees nothing, whatever the engine left in its compressed row.
+        second_lens = second.lens[tokens].masked_fill(~call.metadata.is_valid_token[tokens], 0)
+        segments.append(Segment(second.pages, second.rows[tokens], second_lens))
+    lse = None if call.lse is None else call.lse[tokens]
+    sparse_attention(call.q[tokens], segments, call.attn_sink, call.scale, call.out[tokens], lse)

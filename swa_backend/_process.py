@@ -1,0 +1,26 @@
+"""How this interpreter was started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import PurePath
+
+_SCRIPTS = ("swa-backend", "swa-backend.exe", "swa-backend-script.py")
+_PACKAGE = "swa_backend"
+
+
+def is_own_command() -> bool:
+    """Whether the process is our own command line: the script ``swa-backend`` or ``python -m swa_backend``.
+
+    The script imports `swa_backend` before any code of ours could catch an error, so the package has to know that the
+    error will be reported by the command instead of raising it. Getting this wrong is harmless: the error then shows
+    up as a traceback, or on the first `get_backend()`.
+    """
+    argv = getattr(sys, "argv", [])
+    if not argv:
+        return False
+    if argv[0] == "-m":
+        # While the interpreter still looks for the module, it is the word before the remaining arguments.
+        module = sys.orig_argv[-len(argv)]
+        return module == _PACKAGE or (module.startswith("-") and module.endswith(f"m{_PACKAGE}"))
+    return PurePath(argv[0]).name in _SCRIPTS

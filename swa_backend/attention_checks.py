@@ -1,0 +1,282 @@
+"""The checks of `attend`: types and shapes on every call, values in validation mode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from swa_backend.batch import check_tensor
+from swa_backend.cache import CompressedCache, DeepseekV4SWACache
+from swa_backend.cache_layout import check_same_layout
+from swa_backend.errors import BatchError, CacheError, ValidationError
+from swa_backend.provider import AttentionCall, AttentionProvider, AttentionShape, CompressedRows
+
+if TYPE_CHECKING:
+    from swa_backend.metadata import DeepseekSparseSWAMetadata
+    from swa_backend.pages import PageView
+
+HEAD_DIM = 512
+MAX_HEADS = 128
+
+
+def built_for(metadata: DeepseekSparseSWAMetadata) -> AttentionShape | None:
+    """What the builder promised its provider; None for metadata that was made by hand."""
+    shape: AttentionShape | None = getattr(metadata, "shape", None)
+    return shape
+
+
+def check_query(q: torch.Tensor, attn_sink: torch.Tensor) -> None:
+    """Refuse a query that is not [T', 1..128, 512] bf16, or sinks that are not [h] float32 beside it.
+
+    Raises:
+        BatchError: naming the argument.
+    """
+    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
+    check_tensor("q", q, torch.bfloat16, (-1, -1, HEAD_DIM), device)
+    heads = q.shape[1]
+    if not 1 <= heads <= MAX_HEADS:
+        raise BatchError(
+            "q",
+            found=f"{heads} heads",
+            legal=f"1 to {MAX_HEADS} heads",
+            fix="Share the heads among more tensor-parallel ranks.",
+        )
+    check_tensor("attn_sink", attn_sink, torch.float32, (heads,), device)
+
+
+def check_output(out: torch.Tensor, q: torch.Tensor) -> None:
+    """Refuse an output that has not the shape of ``q``, shares memory with it, or names an element twice.
+
+    Raises:
+        BatchError: naming ``out``.
+    """
+    check_tensor("out", out, torch.bfloat16, tuple(q.shape), q.device)
+    if not out.numel():
+        return
+    rows, heads, dim = out.shape
+    row_stride, head_stride, _ = out.stride()
+    by_row = (heads == 1 or head_stride >= dim) and (rows == 1 or row_stride > (heads - 1) * head_stride + dim - 1)
+    by_head = (rows == 1 or row_stride >= dim) and (heads == 1 or head_stride > (rows - 1) * row_stride + dim - 1)
+    if not (by_row or by_head):
+        raise BatchError(
+            "out",
+            found=f"strides {out.stride()}, with elements that share memory",
+            legal="a tensor whose rows lie apart",
+            fix="Pass a buffer of its own, not an expanded one.",
+        )
+    (out_first, out_last), (q_first, q_last) = _memory(out), _memory(q)
+    if out_first < q_last and q_first < out_last:
+        raise BatchError(
+            "out", found="memory that q spans", legal="memory apart from q", fix="Pass another buffer, or None."
+        )
+
+
+def check_scale(scale: float) -> float:
+    """``scale`` as a float.
+
+    Raises:
+        BatchError: it is not a finite Python number.
+    """
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise BatchError(
+            "scale",
+            found=repr(scale) if isinstance(scale, (int, float)) else type(scale).__name__,
+            legal="a finite Python number, or None for 512 ** -0.5",
+            fix="Pass the host value: the device is never read.",
+        )
+    return float(scale)
+
+
+def check_caches(
+    q: torch.Tensor,
+    metadata: DeepseekSparseSWAMetadata,
+    cache: DeepseekV4SWACache,
+    compressed: tuple[CompressedCache, torch.Tensor, torch.Tensor] | None,
+) -> tuple[PageView, CompressedRows | None]:
+    """The pages of both caches and the compressed rows, once they fit the query and what the metadata was built for.
+
+    Raises:
+        BatchError: the query or the compressed rows do not fit the step.
+        CacheError: a cache is of another kind, page size, layout or device, or is not bound.
+    """
+    if not isinstance(cache, DeepseekV4SWACache):
+        raise CacheError(
+            "cache",
+            found=type(cache).__name__,
+            legal="a DeepseekV4SWACache",
+            fix="Pass the layer's sliding-window cache; its second cache belongs in `compressed`.",
+        )
+    pages = cache.pages
+    _check_device("cache", pages, q)
+    if cache.block_size != metadata.block_size:
+        raise CacheError(
+            "cache.block_size",
+            found=f"{cache.block_size} tokens a page",
+            legal=f"{metadata.block_size}, for which the metadata's slots were built",
+            fix="Pass the metadata of this cache's own group.",
+        )
+    if q.shape[0] < metadata.num_tokens:
+        raise BatchError(
+            "q",
+            found=f"{q.shape[0]} rows",
+            legal=f"at least the step's {metadata.num_tokens} tokens",
+            fix="Pass the query of the whole step, padding included.",
+        )
+    shape = built_for(metadata)
+    if shape is not None:
+        check_same_layout("cache layout", pages.layout, shape.swa_layout)
+        check_tensor("q", q, torch.bfloat16, (-1, shape.num_heads, HEAD_DIM), q.device)
+    if compressed is None:
+        return pages, None
+    rows = _check_compressed(q, metadata, compressed)
+    _check_mixing(metadata, pages, rows.pages, q)
+    return pages, rows
+
+
+def _check_compressed(
+    q: torch.Tensor,
+    metadata: DeepseekSparseSWAMetadata,
+    compressed: tuple[CompressedCache, torch.Tensor, torch.Tensor],
+) -> CompressedRows:
+    if not isinstance(compressed, Sequence) or len(compressed) != 3:
+        raise BatchError(
+            "compressed",
+            found=type(compressed).__name__,
+            legal="(CompressedCache, rows, lens), or None",
+            fix="Pass the cache with the slots and lengths that map_topk or the builder made.",
+        )
+    cache, rows, lens = compressed
+    if not isinstance(cache, CompressedCache):
+        raise CacheError(
+            "compressed[0]",
+            found=type(cache).__name__,
+            legal="a CompressedCache",
+            fix="Pass the layer's second cache; the sliding-window cache is an argument of its own.",
+        )
+    _check_device("compressed[0]", cache.pages, q)
+    check_tensor("compressed[1] (rows)", rows, torch.int32, (-1, -1), q.device)
+    if rows.shape[0] < metadata.num_tokens or rows.shape[1] < 1:
+        raise BatchError(
+            "compressed[1] (rows)",
+            found=f"shape {tuple(rows.shape)}",
+            legal=f"at least {metadata.num_tokens} rows, the step's tokens, of at least 1 entry",
+            fix="Pass a row for every token, padding included.",
+        )
+    check_tensor("compressed[2] (lens)", lens, torch.int32, (rows.shape[0],), q.device)
+    tokens = metadata.num_tokens
+    return CompressedRows(cache.pages, rows[:tokens], lens[:tokens])
+
+
+def _check_mixing(
+    metadata: DeepseekSparseSWAMetadata, pages: PageView, second: PageView, q: torch.Tensor
+) -> None:
+    """Two caches of different layouts are read together only by a provider that says it can."""
+    shape = built_for(metadata)
+    if second.layout in (shape.compressed_layouts if shape is not None else (pages.layout,)):
+        return
+    asked = AttentionShape(
+        num_heads=q.shape[1],
+        head_dim=HEAD_DIM,
+        swa_layout=pages.layout,
+        swa_page_tokens=metadata.block_size,
+        compressed_layouts=(second.layout,),
+        decode_widths=(metadata.decode_swa_width,) if shape is None else shape.decode_widths,
+        batch_invariant=shape is not None and shape.batch_invariant,
+        device=q.device,
+    )
+    reasons = _reasons(metadata.provider, asked)
+    if reasons:
+        raise CacheError(
+            "compressed[0] layout",
+            found=f"{second.layout.name} beside {pages.layout.name}",
+            legal=f"a layout that the provider {metadata.provider.name!r} reads beside it ({'; '.join(reasons)})",
+            fix="Configure the caches with layouts that one provider serves together.",
+        )
+
+
+@lru_cache(maxsize=64)
+def _reasons(provider: AttentionProvider, shape: AttentionShape) -> tuple[str, ...]:
+    return tuple(provider.supports(shape))
+
+
+def _check_device(field: str, pages: PageView, q: torch.Tensor) -> None:
+    if pages.device != q.device:
+        raise CacheError(
+            field, found=f"pages on {pages.device}", legal=f"{q.device}, where q lives", fix="Keep them on one device."
+        )
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of a tensor and one past its last."""
+    if not tensor.numel():
+        return 0, 0
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.data_ptr()
+    return first, first + (reach + 1) * tensor.element_size()
+
+
+def validate_call(call: AttentionCall) -> None:
+    """The value rules of a call; reads the device, so only in validation mode.
+
+    Raises:
+        ValidationError: a sink is not finite, or a row's length or one of its entries is out of range.
+    """
+    sinks = call.attn_sink
+    # All at -inf is how a partial result is asked for that will be merged with another.
+    if not bool(torch.isfinite(sinks).all()) and not bool((sinks == -torch.inf).all()):
+        head = int((~torch.isfinite(sinks)).int().argmax())
+        raise ValidationError(
+            f"attn_sink[{head}]",
+            found=float(sinks[head]),
+            legal="finite sinks, or -inf for every head",
+            fix="Check the layer's weights.",
+        )
+    metadata = call.metadata
+    border = metadata.num_decode_tokens
+    _validate_rows("decode_swa", metadata.decode_swa_indices, metadata.decode_swa_lens, call.pages, 0)
+    if metadata.prefill_swa_indices is not None and metadata.prefill_swa_lens is not None:
+        _validate_rows("prefill_swa", metadata.prefill_swa_indices, metadata.prefill_swa_lens, call.pages, border)
+    if call.compressed is not None:
+        rows, lens = call.compressed.rows, call.compressed.lens
+        _validate_rows("compressed", rows, lens, call.compressed.pages, 0)
+        _first(
+            ~metadata.is_valid_token & (lens != 0),
+            "compressed lens of token {}",
+            lens,
+            "0 for a padded token",
+            "Take the lengths that map_topk or the builder made.",
+        )
+
+
+def _validate_rows(name: str, rows: torch.Tensor, lens: torch.Tensor, pages: PageView, base: int) -> None:
+    width = rows.shape[-1]
+    rows = rows.reshape(lens.shape[0], width)
+    _first(
+        (lens < 0) | (lens > width),
+        f"{name} lens of token {{}}",
+        lens,
+        f"0 to the row width {width}",
+        "Count no more entries than the row holds.",
+        base,
+    )
+    live = torch.arange(width, device=rows.device) < lens[:, None]
+    wrong = live & ((rows < -1) | (rows >= pages.num_slots))
+    _first(
+        wrong.any(dim=1),
+        f"{name} rows of token {{}}",
+        torch.where(wrong, rows, -1).gather(1, wrong.int().argmax(dim=1, keepdim=True)).squeeze(1),
+        f"-1, or a slot below {pages.num_slots}",
+        "Build the rows for this cache, with its number of pages.",
+        base,
+    )
+
+
+def _first(wrong: torch.Tensor, field: str, values: torch.Tensor, legal: str, fix: str, base: int = 0) -> None:
+    """Refuse the first element that is wrong."""
+    if bool(wrong.any()):
+        at = int(wrong.int().argmax())
+        raise ValidationError(field.format(base + at), found=values[at].item(), legal=legal, fix=fix)

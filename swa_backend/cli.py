@@ -1,0 +1,72 @@
+"""Entry point of the command line: runs a command and turns what goes wrong into a message and an exit status.
+
+Exit status: 0 fine; 1 the command ran and found something wrong; 2 it was asked for something that is not possible;
+130 interrupted; 141 the reader of its output went away.
+
+The commands themselves (`swa_backend.commands`) need typer and rich, which the core of the library does not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from swa_backend.errors import SwaBackendError
+
+PROGRAM = "swa-backend"
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+_EXTRA = ("typer", "click", "rich", "numpy")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status; ``argv`` defaults to the process's own arguments."""
+    try:
+        return _run(sys.argv[1:] if argv is None else list(argv))
+    except SwaBackendError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        silence(sys.stdout)
+        return EXIT_BROKEN_PIPE
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _EXTRA:
+            raise
+        return _fail(f"the command line needs {error.name}, which is not installed. Run: pip install 'swa-backend[cli]'")
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _fail(f"{error.filename}: {error.strerror}. Name a file that can be read.")
+
+
+def _run(argv: list[str]) -> int:
+    from swa_backend.commands import run
+
+    status = run(argv)
+    sys.stdout.flush()
+    return status
+
+
+def _fail(message: str) -> int:
+    complain(message)
+    return EXIT_USAGE
+
+
+def complain(message: str) -> None:
+    """Print an error the one way this program does."""
+    try:
+        print(f"{PROGRAM}: error: {message}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        silence(sys.stderr)
+
+
+def silence(stream: object) -> None:
+    """Point a stream whose reader is gone at nothing, so that the interpreter's last flush does not fail."""
+    try:
+        descriptor = stream.fileno()  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

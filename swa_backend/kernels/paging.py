@@ -1,0 +1,79 @@
+"""What the cache kernels share: a page layout as compile key and run-time numbers, alignment, slots and their bytes."""
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import triton.language as tl
+
+from swa_backend.cache_layout import Dialect, PageLayout, get_layout
+from swa_backend.kernels.jit import device_function
+from swa_backend.platform import CacheRole
+
+if TYPE_CHECKING:
+    from swa_backend.config import BackendConfig
+    from swa_backend.pages import PageView
+
+PLAIN_GROUP = 64  # how a row without stored scales is cut up
+WIDE_BYTES = 16
+
+PAGE_TYPES = {
+    "page_stride": "i64",  # bytes from page to page
+    "data_stride": "i64",  # bytes from entry to entry
+    "scale_start": "i64",  # byte of a page at which its first scale row begins
+    "scale_stride": "i64",
+    "entries": "i32",  # of a page
+    "num_pages": "i32",
+}
+
+
+def layout_key(layout: PageLayout) -> dict[str, object]:
+    """The part of a compile key that a layout decides."""
+    return {
+        "VALUES": str(layout.value_format),
+        "SCALES": str(layout.scale_format or "none"),
+        "GROUP": layout.group or PLAIN_GROUP,
+        "QUANTISED": layout.quantised_dims,
+        "FNUZ": layout.dialect is Dialect.FNUZ,
+    }
+
+
+def page_numbers(pages: PageView) -> tuple[int, int, int, int, int, int]:
+    """The run-time arguments of `PAGE_TYPES`."""
+    layout, entries = pages.layout, pages.entries
+    scale_start = layout.scale_offset(entries, 0)
+    return pages.page_stride, layout.data_stride, scale_start, layout.scale_stride, entries, pages.num_pages
+
+
+def is_aligned(pages: PageView, rows: torch.Tensor) -> bool:
+    """Whether 16-byte accesses are possible on the pages and on the rows of a bf16 tensor [..., n, 512]."""
+    apart = 0
+    for stride in rows.stride()[:-1]:
+        apart |= stride
+    apart = apart * rows.element_size() | rows.data_ptr() | pages.page_stride | pages.data.data_ptr()
+    return apart % WIDE_BYTES == 0 and rows.stride(-1) == 1
+
+
+def cache_layouts(
+    config: BackendConfig, dialects: Mapping[CacheRole, Dialect], *, written: bool
+) -> Iterable[PageLayout]:
+    """Layouts of the caches that a config has, each once; only those that can be written if so asked."""
+    found = [get_layout(config.cache_layout, dialects[CacheRole.SWA])]
+    if any(layer.compressed for layer in config.model.present_layer_types):
+        found.append(get_layout(config.compressed_layout, dialects[CacheRole.COMPRESSED]))
+    return dict.fromkeys(layout for layout in found if layout.writable or not written)
+
+
+@device_function
+def hint(pointers, ALIGNED: tl.constexpr):
+    """Mark each run of the last dimension as starting at a multiple of 16 bytes, where the key says so."""
+    if ALIGNED:
+        if len(pointers.shape) == 3:
+            pointers = tl.multiple_of(pointers, [1, 1, 16])
+        elif len(pointers.shape) == 2:
+            pointers = tl.multiple_of(pointers, [1, 16])
+    return pointers

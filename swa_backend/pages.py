@@ -1,0 +1,184 @@
+"""A bound cache as kernels take it: the bytes of its pages, whatever tensor the engine holds them in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from swa_backend.cache_layout import HEAD_DIM, SLOT_LIMIT, Dialect, PageLayout, check_layout
+from swa_backend.errors import CacheError
+
+
+def element_dtype(layout: PageLayout) -> torch.dtype:
+    """dtype of the tensor in which a cache of this layout is held: uint8 for packed layouts, else the values' own."""
+    if layout.packed:
+        return torch.uint8
+    if layout.value_format == "bf16":
+        return torch.bfloat16
+    return torch.float8_e4m3fnuz if layout.dialect is Dialect.FNUZ else torch.float8_e4m3fn
+
+
+def check_num_slots(num_pages: int, entries: int) -> int:
+    """Number of slots of a cache, refused from 2^31 on: slots are int32 on the device.
+
+    Raises:
+        CacheError: the cache has no page, or too many.
+    """
+    if num_pages < 1:
+        raise CacheError("num_pages", found=num_pages, legal=">= 1", fix="Allocate the cache before it is bound.")
+    if num_pages * entries >= SLOT_LIMIT:
+        raise CacheError(
+            "num_pages",
+            found=f"{num_pages} pages of {entries} entries = {num_pages * entries} slots",
+            legal=f"fewer than 2^31 slots, so at most {(SLOT_LIMIT - 1) // entries} pages",
+            fix="Bind fewer pages; slot numbers are 32-bit integers on the device.",
+        )
+    return num_pages * entries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageView:
+    """The pages of one cache. Make it with `PageView.of`, which checks what this class relies on.
+
+    Byte ``b`` of page ``p`` lies ``p * page_stride + b`` bytes after the first one; that product needs 64 bits.
+
+    Attributes:
+        layout: what the bytes mean.
+        entries: tokens (sliding window) or compressed entries of a page.
+        num_pages: pages.
+        data: uint8 [num_pages, layout.used_bytes(entries)], a view of the engine's memory; ``stride(0)`` is the
+            distance between pages in bytes, ``stride(1)`` is 1. The padding between pages is not part of it.
+        scale: float32 [1], the one scale of a per-tensor fp8 cache; None for other layouts.
+    """
+
+    layout: PageLayout
+    entries: int
+    num_pages: int
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    @property
+    def page_stride(self) -> int:
+        """Bytes from the start of one page to the start of the next."""
+        return self.data.stride(0)
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.entries
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, layout: PageLayout, entries: int, scale: torch.Tensor | None = None) -> PageView:
+        """View an engine's tensor as pages; nothing is copied.
+
+        Args:
+            tensor: [pages, 1, entries, n] or [pages, entries, n], uint8 with n = bytes of a token for any layout, or
+                bf16 / float8 with n = 512 for the layout of that dtype. Pages may lie further apart than they are
+                long, and the first one anywhere in its storage.
+            layout: layout of the bytes.
+            entries: entries of a page.
+            scale: float32 [1] on the tensor's device for ``fp8_per_tensor``, None for other layouts.
+
+        Raises:
+            CacheError: dtype, shape or strides do not fit the layout, pages overlap, the storage is too short, the
+                cache has 2^31 slots or more, or the scale is missing, of another form or not wanted.
+        """
+        check_layout("layout", layout)
+        if not isinstance(tensor, torch.Tensor):
+            raise CacheError(
+                "tensor",
+                found=type(tensor).__name__,
+                legal="a torch.Tensor",
+                fix="Pass what cache.allocate() returned.",
+            )
+        rows = _rows(tensor, layout, entries)
+        num_pages = rows.shape[0]
+        check_num_slots(num_pages, entries)
+        check_scale(scale, layout, tensor.device)
+        stride = _page_stride(rows, layout, entries)
+        offset = rows.storage_offset() * rows.element_size()
+        used = layout.used_bytes(entries)
+        storage = rows.untyped_storage()
+        needed = offset + (num_pages - 1) * stride + used
+        if storage.nbytes() < needed:
+            raise CacheError(
+                "tensor",
+                found=f"a storage of {storage.nbytes()} bytes",
+                legal=f">= {needed} bytes: {num_pages} pages {stride} bytes apart from byte {offset} on",
+                fix="Allocate whole pages with cache.allocate(num_pages, device).",
+            )
+        data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        data.set_(storage, offset, (num_pages, used), (stride, 1))
+        return cls(layout, entries, num_pages, data, scale)
+
+
+def _rows(tensor: torch.Tensor, layout: PageLayout, entries: int) -> torch.Tensor:
+    """The tensor as [pages, entries, n], with what a token's row must look like checked."""
+    own = element_dtype(layout)
+    legal = f"uint8 [pages, 1, {entries}, {layout.bytes_per_token}]"
+    if own != torch.uint8:
+        legal = f"{own} [pages, 1, {entries}, {HEAD_DIM}] or {legal}"
+    lengths = {torch.uint8: layout.bytes_per_token, own: layout.bytes_per_token // own.itemsize}
+    if own == torch.float8_e4m3fnuz:  # engines know one fp8 dtype; the layout decides how the bytes are read
+        lengths[torch.float8_e4m3fn] = layout.bytes_per_token
+    rows = tensor[:, 0] if tensor.ndim == 4 and tensor.shape[1] == 1 else tensor
+    if rows.ndim != 3 or rows.dtype not in lengths or rows.shape[1:] != (entries, lengths[rows.dtype]):
+        raise CacheError(
+            "tensor",
+            found=f"{tensor.dtype} {tuple(tensor.shape)}",
+            legal=f"{legal}, with or without the dimension of 1 head",
+            fix=f"Allocate a {layout.name} cache with cache.allocate(num_pages, device).",
+        )
+    if rows.stride(2) != 1 or (entries > 1 and rows.stride(1) != rows.shape[2]):
+        raise CacheError(
+            "tensor",
+            found=f"strides {tensor.stride()}",
+            legal=f"the rows of a page one after the other: strides (..., {rows.shape[2]}, 1)",
+            fix="Keep each page in one piece; only the distance between pages is free.",
+        )
+    return rows
+
+
+def _page_stride(rows: torch.Tensor, layout: PageLayout, entries: int) -> int:
+    """Distance between pages in bytes, checked to be at least a page."""
+    page = layout.page_bytes(entries)
+    if rows.shape[0] == 1:
+        return page  # the stride of a single page says nothing
+    stride = rows.stride(0) * rows.element_size()
+    if stride < page:
+        raise CacheError(
+            "tensor",
+            found=f"pages {stride} bytes apart (strides {rows.stride()})",
+            legal=f">= {page}: {entries} x {layout.bytes_per_token} bytes, rounded up to {layout.alignment}",
+            fix="Allocate with cache.allocate(num_pages, device): a contiguous tensor has no room for the padding.",
+        )
+    return stride
+
+
+def check_scale(scale: torch.Tensor | None, layout: PageLayout, device: torch.device | None = None) -> None:
+    """Refuse a scale that the layout has no use for, a missing one, or one of another form or device (None: any).
+
+    Raises:
+        CacheError: naming ``scale``.
+    """
+    if layout.scale_format != "tensor":
+        if scale is None:
+            return
+        raise CacheError(
+            "scale", found="a scale", legal=f"None for {layout.name}", fix="Leave it out: its scales are in the pages."
+        )
+    found = type(scale).__name__
+    if isinstance(scale, torch.Tensor):
+        if scale.dtype == torch.float32 and scale.shape == (1,) and device in (None, scale.device):
+            return
+        found = f"{scale.dtype} {tuple(scale.shape)} on {scale.device}"
+    raise CacheError(
+        "scale",
+        found=found,
+        legal=f"a float32 tensor of shape (1,) on {device or 'the device of the cache'}",
+        fix=f"A {layout.name} cache needs the one scale that its values are multiplied by.",
+    )

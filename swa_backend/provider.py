@@ -1,0 +1,66 @@
+"""What an attention provider is: a set of kernels that can answer whether it serves a shape, and run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from swa_backend.cache_layout import PageLayout
+    from swa_backend.metadata import DeepseekSparseSWAMetadata
+    from swa_backend.pages import PageView
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a builder knows of its layers when it picks a provider."""
+
+    num_heads: int
+    head_dim: int
+    swa_layout: PageLayout
+    swa_page_tokens: int
+    compressed_layouts: tuple[PageLayout, ...]
+    decode_widths: tuple[int, ...]
+    batch_invariant: bool
+    device: torch.device | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedRows:
+    """The second cache of a layer in a step: pages, rows [T, K] int32 slots, lens [T] int32."""
+
+    pages: PageView
+    rows: torch.Tensor
+    lens: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One layer's attention over a whole batch, checked; token t is row t of every tensor."""
+
+    q: torch.Tensor  # [T, h, 512] bf16
+    out: torch.Tensor  # [T, h, 512] bf16, written in place
+    lse: torch.Tensor | None  # [T, h] float32
+    metadata: DeepseekSparseSWAMetadata
+    pages: PageView
+    attn_sink: torch.Tensor  # [h] float32
+    scale: float
+    compressed: CompressedRows | None
+
+
+class AttentionProvider(Protocol):
+    """Kernels behind one name."""
+
+    name: str
+
+    def supports(self, shape: AttentionShape) -> Sequence[str]:
+        """Every reason why the shape cannot be served; empty when it can."""
+
+    def decode(self, call: AttentionCall) -> None:
+        """Write the rows of the decode tokens, padded ones included."""
+
+    def prefill(self, call: AttentionCall) -> None:
+        """Write the rows of the prefill tokens, padded ones included."""

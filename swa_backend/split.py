@@ -1,0 +1,86 @@
+"""Where the decodes of a batch end and its prefills begin: one function, host tensors only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from swa_backend.errors import BatchError
+
+
+class Split(NamedTuple):
+    """Requests and tokens of a batch on each side of the border; padding tokens count with the last side."""
+
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+
+
+def split_decodes_and_prefills(
+    query_start_loc_cpu: torch.Tensor,
+    num_tokens: int,
+    max_query_len: int,
+    decode_threshold: int,
+    *,
+    require_uniform: bool = False,
+    treat_short_extends_as_decodes: bool = True,
+    is_prefilling: torch.Tensor | None = None,
+) -> Split:
+    """Split a batch ordered decodes, short extends, prefills.
+
+    The first request that is not a decode begins the prefills, whatever the lengths after it.
+
+    Args:
+        query_start_loc_cpu: [R + 1] int32 host tensor, first token of each request.
+        num_tokens: tokens of the step, padding included.
+        max_query_len: largest query length of the batch.
+        decode_threshold: longest query that is still a decode.
+        require_uniform: decodes must all have the same query length (zero-length requests aside).
+        treat_short_extends_as_decodes: a request still prefilling counts as a decode if its query is short.
+        is_prefilling: [R] bool host tensor, needed when short extends are not decodes.
+
+    Raises:
+        BatchError: short extends are to be told apart and ``is_prefilling`` is missing or has another length.
+    """
+    num_reqs = query_start_loc_cpu.shape[0] - 1
+    all_decode = Split(num_reqs, 0, num_tokens, 0)
+    if (
+        max_query_len <= decode_threshold
+        and (not require_uniform or decode_threshold <= 1)
+        and treat_short_extends_as_decodes
+    ):
+        return all_decode
+    if num_reqs <= 0:
+        return Split(0, 0, 0, 0)
+    query_lens = query_start_loc_cpu[1:] - query_start_loc_cpu[:-1]
+    first = int(query_lens[0])
+    if first > decode_threshold:
+        return Split(0, num_reqs, 0, num_tokens)
+    if require_uniform:
+        differs = (query_lens != first) & (query_lens != 0)
+        if treat_short_extends_as_decodes and not bool(differs.any()):
+            return all_decode
+        starts = differs
+    else:
+        starts = query_lens > decode_threshold
+    if not treat_short_extends_as_decodes:
+        starts = starts | _prefilling(is_prefilling, num_reqs)
+    if not bool(starts.any()):
+        return all_decode
+    num_decodes = int(starts.int().argmax())
+    num_decode_tokens = int(query_start_loc_cpu[num_decodes])
+    return Split(num_decodes, num_reqs - num_decodes, num_decode_tokens, num_tokens - num_decode_tokens)
+
+
+def _prefilling(is_prefilling: torch.Tensor | None, num_reqs: int) -> torch.Tensor:
+    if is_prefilling is None or is_prefilling.dtype != torch.bool or tuple(is_prefilling.shape) != (num_reqs,):
+        found = None if is_prefilling is None else f"{is_prefilling.dtype} of shape {tuple(is_prefilling.shape)}"
+        raise BatchError(
+            "is_prefilling",
+            found=found,
+            legal=f"a bool host tensor of shape ({num_reqs},)",
+            fix="Pass it with the batch, or treat short extends as decodes.",
+        )
+    return is_prefilling

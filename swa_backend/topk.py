@@ -1,0 +1,107 @@
+"""From an indexer's top-k result to slots of the compressed cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from swa_backend.batch import check_tensor
+from swa_backend.errors import BatchError
+
+if TYPE_CHECKING:
+    from swa_backend.backend import Backend
+
+
+class TopkSlots(NamedTuple):
+    """Entries of the compressed cache that each token sees, as `attend` takes them.
+
+    Attributes:
+        slots: [T, K] int32, packed to the left in the indexer's order, -1 past ``lens``.
+        lens: [T] int32.
+    """
+
+    slots: torch.Tensor
+    lens: torch.Tensor
+
+
+def map_topk(
+    topk: torch.Tensor,
+    token_to_req: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    entries_per_page: int,
+    is_valid: torch.Tensor,
+    ratio: int,
+    num_pages: int | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    backend: Backend | None = None,
+) -> TopkSlots:
+    """Map request-local compressed positions to slots; pack what survives to the left, in its order, and count it.
+
+    An entry is dropped if it is negative or not complete at its token (``>= (position + 1) // ratio``), if its row or
+    column lies outside the table's logical shape, or if its page is negative or at or past ``num_pages``. A token that
+    is not valid, or whose request is not in the table, keeps nothing.
+
+    Args:
+        topk: [T, K] int32, -1 = none, in any order.
+        token_to_req: [T] int32, request of each token (``metadata.token_to_req_indices``).
+        positions: [T] int32 or int64, absolute position of each token.
+        block_table: [R, C] int32, pages of the compressed cache's own group; any row stride.
+        entries_per_page: entries that a page of that cache holds.
+        is_valid: [T] bool (``metadata.is_valid_token``).
+        ratio: tokens per entry.
+        num_pages: pages of that cache; None if unknown.
+        out: (slots [T, K] int32, lens [T] int32) to write, neither of them ``topk`` itself; None allocates them.
+        backend: whose operations run; None takes the chosen platform's.
+
+    Returns:
+        What was written.
+
+    Raises:
+        BatchError: a dtype, device, shape or number is wrong.
+    """
+    check_tensor("topk", topk, torch.int32, (-1, -1), _device_of(topk))
+    tokens, width = topk.shape
+    device = topk.device
+    check_tensor("token_to_req", token_to_req, torch.int32, (tokens,), device)
+    wide = isinstance(positions, torch.Tensor) and positions.dtype == torch.int64
+    check_tensor("positions", positions, torch.int64 if wide else torch.int32, (tokens,), device)
+    check_tensor("block_table", block_table, torch.int32, (-1, -1), device)
+    check_tensor("is_valid", is_valid, torch.bool, (tokens,), device)
+    _check_number("entries_per_page", entries_per_page, 1)
+    _check_number("ratio", ratio, 1)
+    if num_pages is not None:
+        _check_number("num_pages", num_pages, 0)
+    if out is None:
+        slots, lens = torch.empty_like(topk, memory_format=torch.contiguous_format), topk.new_empty(tokens)
+    else:
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise BatchError(
+                "out", found=type(out).__name__, legal="(slots, lens), or None", fix="Pass the two buffers as a tuple."
+            )
+        slots, lens = out
+        check_tensor("out[0]", slots, torch.int32, (tokens, width), device)
+        check_tensor("out[1]", lens, torch.int32, (tokens,), device)
+        if slots.numel() and slots.data_ptr() == topk.data_ptr():
+            raise BatchError(
+                "out[0]", found="topk itself", legal="another buffer", fix="Keep the slots apart from the positions."
+            )
+    if backend is None:
+        from swa_backend.registry import get_backend
+
+        backend = get_backend()
+    if tokens:
+        backend.operations.map_topk(
+            topk, token_to_req, positions, block_table, entries_per_page, is_valid, ratio, num_pages, slots, lens
+        )
+    return TopkSlots(slots, lens)
+
+
+def _device_of(tensor: object) -> torch.device:
+    return tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu")
+
+
+def _check_number(field: str, value: object, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise BatchError(field, found=repr(value), legal=f"an int >= {minimum}", fix="Pass the host value as a Python int.")

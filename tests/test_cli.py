@@ -1,0 +1,187 @@
+"""The command line: what it prints where, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from swa_backend import PlatformError, TraceError, cli
+from swa_backend._process import is_own_command
+from swa_backend.commands import doctor_command as doctor_module
+
+SCRIPT = [str(Path(sysconfig.get_path("scripts")) / "swa-backend")]
+MODULE = [sys.executable, "-m", "swa_backend"]
+
+
+def command(start: list[str], *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*start, *arguments], env={**os.environ, **env}, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("start", [SCRIPT, MODULE], ids=["script", "module"])
+class TestProcess:
+    def test_runs(self, start):
+        done = command(start, "doctor", "--json", SWA_BACKEND_PLATFORM="cpu")
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        report = json.loads(done.stdout)
+        assert (report["chosen"], report["why"]) == ("cpu", "named by SWA_BACKEND_PLATFORM")
+
+    @pytest.mark.parametrize("arguments", [["replay"], ["doctor", "--json"]])
+    def test_unknown_platform_in_the_environment(self, start, arguments):
+        done = command(start, *arguments, SWA_BACKEND_PLATFORM="nope")
+        assert done.returncode == 2
+        assert done.stderr.startswith("swa-backend: error: SWA_BACKEND_PLATFORM: found 'nope'")
+        assert all(f"\n  {name} (swa-backend " in done.stderr for name in ("cpu", "cuda", "rocm"))
+        assert "Traceback" not in done.stderr
+        if "doctor" in arguments:
+            assert json.loads(done.stdout)["chosen"] is None
+
+
+def test_help_and_version_work_whatever_the_environment_says():
+    assert command(SCRIPT, "--version", SWA_BACKEND_PLATFORM="nope").stdout.startswith("swa-backend 0.")
+    done = command(SCRIPT, "replay", "--help", SWA_BACKEND_PLATFORM="nope")
+    assert done.returncode == 0
+    assert "--max-requests" in done.stdout
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich", "numpy"])
+def test_missing_extra_is_named(tmp_path, missing):
+    package = tmp_path / missing
+    package.mkdir()
+    text = f"raise ModuleNotFoundError('No module named {missing}', name='{missing}')\n"
+    (package / "__init__.py").write_text(text)
+    done = command(MODULE, "replay", PYTHONPATH=str(tmp_path), SWA_BACKEND_PLATFORM="cpu")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"swa-backend: error: the command line needs {missing}, which is not installed. "
+        "Run: pip install 'swa-backend[cli]'"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_reader_of_the_output_goes_away():
+    running = subprocess.Popen([*SCRIPT, "doctor", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running.stdout.close()
+    assert running.stderr.read() == ""
+    assert running.wait() == 141
+
+
+def test_interrupt_ends_a_running_command(tmp_path):
+    """A real Ctrl-C, while the command is at work."""
+    code = """
+import sys, time
+from swa_backend import cli
+from swa_backend.commands import doctor_command
+def examine(platform, target):
+    print("ready", flush=True)
+    time.sleep(60)
+doctor_command.examine = examine
+sys.exit(cli.main(["doctor"]))
+"""
+    running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout.readline() == "ready\n"
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate()
+    assert running.returncode == 130
+    assert "Traceback" not in errors
+
+
+class TestMain:
+    def test_library_error(self, monkeypatch, capsys):
+        def examine(platform, target):
+            raise TraceError("sample.csv, line 7", found="'x'", legal="an integer", fix="Repair the row.")
+
+        monkeypatch.setattr(doctor_module, "examine", examine)
+        assert cli.main(["doctor"]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err == "swa-backend: error: sample.csv, line 7: found 'x'; legal: an integer. Repair the row.\n"
+
+    def test_interrupt(self, monkeypatch, capsys):
+        def examine(platform, target):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(doctor_module, "examine", examine)
+        assert cli.main(["doctor"]) == 130
+        assert "Traceback" not in capsys.readouterr().err
+
+    def test_unreadable_file(self, monkeypatch, capsys):
+        monkeypatch.setattr(doctor_module, "examine", lambda platform, target: open("no/such/file"))
+        assert cli.main(["doctor"]) == 2
+        assert "no/such/file: No such file or directory" in capsys.readouterr().err
+
+    def test_a_bug_is_not_hidden(self, monkeypatch):
+        def examine(platform, target):
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(doctor_module, "examine", examine)
+        with pytest.raises(ZeroDivisionError):
+            cli.main(["doctor"])
+
+    @pytest.mark.parametrize("arguments", [["nonsense"], ["doctor", "--nonsense"], ["replay", "--verify", "some"]])
+    def test_wrong_usage(self, arguments, capsys):
+        assert cli.main(arguments) == 2
+        assert capsys.readouterr().out == ""
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["doctor", "--platform", "nope"], "platform: found 'nope', which no installed package registers"),
+            (["replay", "--platform", "nope"], "platform: found 'nope', which no installed package registers"),
+            (["doctor", "--platform", "cuda", "--target", "sm90"], "target: found 'sm90'; legal: 'vendor:arch'"),
+            (["doctor", "--platform", "cuda", "--target", "hip:gfx942"], "which the platform 'cuda' cannot serve"),
+        ],
+    )
+    def test_wrong_platform_or_target(self, arguments, said, capsys):
+        assert cli.main(arguments) == 2
+        assert said in capsys.readouterr().err
+
+    def test_doctor_prints_what_it_found(self, capsys):
+        assert cli.main(["doctor"]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        for word in ("cpu", "cuda", "rocm", "reference", "V4-Flash", "triton", "not usable"):
+            assert word in out
+
+    def test_doctor_for_a_target(self, capsys):
+        assert cli.main(["doctor", "--platform", "cuda", "--target", "cuda:90", "--json"]) == 0
+        (backend,) = json.loads(capsys.readouterr().out)["backends"]
+        assert (backend["platform"], backend["target"]) == ("cuda", "cuda:90")
+
+
+class TestOwnCommand:
+    @pytest.mark.parametrize(
+        ("argv", "orig_argv", "own"),
+        [
+            (["/usr/bin/swa-backend", "doctor"], ["python", "/usr/bin/swa-backend", "doctor"], True),
+            (["-m", "doctor"], ["python", "-m", "swa_backend", "doctor"], True),
+            (["-m"], ["python", "-X", "dev", "-Im", "swa_backend"], True),
+            (["-m"], ["python", "-mswa_backend"], True),
+            (["-m", "-m", "swa_backend"], ["python", "-m", "other", "-m", "swa_backend"], False),
+            (["-m"], ["python", "-m", "pytest"], False),
+            (["-c"], ["python", "-c", "import swa_backend"], False),
+            (["serve.py"], ["python", "serve.py"], False),
+            ([""], ["python"], False),
+            ([], ["python"], False),
+        ],
+    )
+    def test_recognised_by_how_the_process_was_started(self, monkeypatch, argv, orig_argv, own):
+        monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.setattr(sys, "orig_argv", orig_argv)
+        assert is_own_command() is own
+
+    def test_anything_else_still_gets_the_exception(self):
+        done = command([sys.executable, "-c", "import swa_backend"], SWA_BACKEND_PLATFORM="nope")
+        assert done.returncode == 1
+        assert "PlatformError" in done.stderr
+        assert issubclass(PlatformError, Exception)
