@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from swa_backend.cache_spec import KVCacheSpec
     from swa_backend.chunk_plan import PrefillChunk, workspace_bytes
     from swa_backend.config import BackendConfig, SchedulerConfig, SpeculativeConfig
-    from swa_backend.gather import gather_kv
     from swa_backend.groups import CompressedGroup, SwaGroup
     from swa_backend.layer_types import LayerType, ModelVersion, classify_layer
     from swa_backend.merge import apply_sink, merge_states
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from swa_backend.provider import AttentionCall, AttentionProvider, AttentionShape, CompressedRows
     from swa_backend.split import Split, split_decodes_and_prefills
     from swa_backend.topk import TopkSlots, map_topk
-    from swa_backend.write import write_kv
+    from swa_backend.write import gather_kv, write_kv
 
 __all__ = [
     "AttentionCall",
@@ -122,7 +121,6 @@ _NAMES = {
     "cache_spec": ("KVCacheSpec",),
     "chunk_plan": ("PrefillChunk", "workspace_bytes"),
     "config": ("BackendConfig", "SchedulerConfig", "SpeculativeConfig"),
-    "gather": ("gather_kv",),
     "groups": ("CompressedGroup", "SwaGroup"),
     "layer_types": ("LayerType", "ModelVersion", "classify_layer"),
     "merge": ("apply_sink", "merge_states"),
@@ -134,7 +132,7 @@ _NAMES = {
     "provider": ("AttentionCall", "AttentionProvider", "AttentionShape", "CompressedRows"),
     "split": ("Split", "split_decodes_and_prefills"),
     "topk": ("TopkSlots", "map_topk"),
-    "write": ("write_kv",),
+    "write": ("gather_kv", "write_kv"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 

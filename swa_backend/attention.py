@@ -8,10 +8,10 @@ import torch
 
 from swa_backend.attention_checks import check_caches, check_output, check_query, check_scale, validate_call
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache
+from swa_backend.cache_layout import HEAD_DIM
 from swa_backend.metadata import DeepseekSparseSWAMetadata
 from swa_backend.provider import AttentionCall
 
-HEAD_DIM = 512
 DEFAULT_SCALE: float = HEAD_DIM**-0.5
 
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from swa_backend.batch import check_tensor
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache
-from swa_backend.cache_layout import check_same_layout
+from swa_backend.cache_layout import HEAD_DIM, check_same_layout
+from swa_backend.config import MAX_HEADS_PER_RANK
 from swa_backend.errors import BatchError, CacheError, ValidationError
-from swa_backend.provider import AttentionCall, AttentionProvider, AttentionShape, CompressedRows
+from swa_backend.provider import AttentionCall, AttentionShape, CompressedRows
 
 if TYPE_CHECKING:
     from swa_backend.metadata import DeepseekSparseSWAMetadata
     from swa_backend.pages import PageView
-
-HEAD_DIM = 512
-MAX_HEADS = 128
 
 
 def built_for(metadata: DeepseekSparseSWAMetadata) -> AttentionShape | None:
@@ -38,11 +35,11 @@ def check_query(q: torch.Tensor, attn_sink: torch.Tensor) -> None:
     device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
     check_tensor("q", q, torch.bfloat16, (-1, -1, HEAD_DIM), device)
     heads = q.shape[1]
-    if not 1 <= heads <= MAX_HEADS:
+    if not 1 <= heads <= MAX_HEADS_PER_RANK:
         raise BatchError(
             "q",
             found=f"{heads} heads",
-            legal=f"1 to {MAX_HEADS} heads",
+            legal=f"1 to {MAX_HEADS_PER_RANK} heads",
             fix="Share the heads among more tensor-parallel ranks.",
         )
     check_tensor("attn_sink", attn_sink, torch.float32, (heads,), device)
@@ -171,9 +168,7 @@ def _check_compressed(
     return CompressedRows(cache.pages, rows[:tokens], lens[:tokens])
 
 
-def _check_mixing(
-    metadata: DeepseekSparseSWAMetadata, pages: PageView, second: PageView, q: torch.Tensor
-) -> None:
+def _check_mixing(metadata: DeepseekSparseSWAMetadata, pages: PageView, second: PageView, q: torch.Tensor) -> None:
     """Two caches of different layouts are read together only by a provider that says it can."""
     shape = built_for(metadata)
     if second.layout in (shape.compressed_layouts if shape is not None else (pages.layout,)):
@@ -188,7 +183,7 @@ def _check_mixing(
         batch_invariant=shape is not None and shape.batch_invariant,
         device=q.device,
     )
-    reasons = _reasons(metadata.provider, asked)
+    reasons = metadata.provider.supports(asked)
     if reasons:
         raise CacheError(
             "compressed[0] layout",
@@ -196,11 +191,6 @@ def _check_mixing(
             legal=f"a layout that the provider {metadata.provider.name!r} reads beside it ({'; '.join(reasons)})",
             fix="Configure the caches with layouts that one provider serves together.",
         )
-
-
-@lru_cache(maxsize=64)
-def _reasons(provider: AttentionProvider, shape: AttentionShape) -> tuple[str, ...]:
-    return tuple(provider.supports(shape))
 
 
 def _check_device(field: str, pages: PageView, q: torch.Tensor) -> None:

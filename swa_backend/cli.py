@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _EXTRA:
             raise
-        return _fail(f"the command line needs {error.name}, which is not installed. Run: pip install 'swa-backend[cli]'")
+        return _fail(
+            f"the command line needs {error.name}, which is not installed. Run: pip install 'swa-backend[cli]'"
+        )
     except OSError as error:
         if error.filename is None:
             raise

@@ -13,11 +13,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from swa_backend.backend import Backend
+from swa_backend.discovery import Registration, run_probe
 from swa_backend.errors import PlatformError
 from swa_backend.machine import Machine
 from swa_backend.platform import CacheRole
 from swa_backend.provider import AttentionShape
-from swa_backend.registry import Registration, chosen, get_backend, registry, run_probe
+from swa_backend.registry import chosen, get_backend, registry
 
 
 @dataclass(frozen=True, slots=True)

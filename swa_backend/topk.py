@@ -104,4 +104,6 @@ def _device_of(tensor: object) -> torch.device:
 
 def _check_number(field: str, value: object, minimum: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise BatchError(field, found=repr(value), legal=f"an int >= {minimum}", fix="Pass the host value as a Python int.")
+        raise BatchError(
+            field, found=repr(value), legal=f"an int >= {minimum}", fix="Pass the host value as a Python int."
+        )

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from swa_backend.discovery import Registry
 from swa_backend.machine import Machine
 from swa_backend.platform import NoTileScheduler, Platform, Probe
-from swa_backend.registry import Registry
 
 OWN = "swa-backend"
 
@@ -40,9 +40,7 @@ def fake_nvml(devices: int, *, init: int = 0) -> SimpleNamespace:
         pointer._obj.value = devices
         return 0
 
-    return SimpleNamespace(
-        nvmlInit_v2=lambda: init, nvmlDeviceGetCount_v2=get_count, nvmlShutdown=lambda: 0
-    )
+    return SimpleNamespace(nvmlInit_v2=lambda: init, nvmlDeviceGetCount_v2=get_count, nvmlShutdown=lambda: 0)
 
 
 def fake_platform(

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.attention_suite")
+pytest.register_assert_rewrite("tests.attention_scene", "tests.attention_suite")
 
 from swa_backend.attention import attend  # noqa: E402
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache  # noqa: E402
 from swa_backend.errors import BatchError, CacheError, SwaBackendError, ValidationError  # noqa: E402
 from swa_backend.registry import get_backend  # noqa: E402
+from tests.attention_scene import HEADS, ProviderUnderTest, Scene, bind, mixed  # noqa: E402
 from tests.attention_suite import *  # noqa: E402, F403
-from tests.attention_suite import HEADS, ProviderUnderTest, Scene, bind, mixed  # noqa: E402
 
 LAYOUTS = ("fp8_ds_mla", "fp8_ds_mla_v41", "bf16", "fp8_per_tensor")
 
@@ -70,8 +70,16 @@ class TestQueryChecks:
         assert error.value.field in ("q", "attn_sink")
 
     @pytest.mark.parametrize(
-        "bad", [None, 0.5, torch.zeros(HEADS).bfloat16(), torch.zeros(HEADS).double(), torch.zeros(HEADS + 1),
-                torch.zeros(HEADS, 1), torch.zeros(2 * HEADS)[::2]]
+        "bad",
+        [
+            None,
+            0.5,
+            torch.zeros(HEADS).bfloat16(),
+            torch.zeros(HEADS).double(),
+            torch.zeros(HEADS + 1),
+            torch.zeros(HEADS, 1),
+            torch.zeros(2 * HEADS)[::2],
+        ],
     )
     def test_sink(self, provider: ProviderUnderTest, bad: Any) -> None:
         error = refusal(Scene(provider, [1], [20]), attn_sink=bad)
@@ -126,7 +134,10 @@ class TestCacheChecks:
         scene = Scene(provider, [1], [20])
         with pytest.raises(CacheError):
             attend(
-                scene.q, scene.metadata, DeepseekV4SWACache(512, 128, torch.uint8, "x", None, provider.backend), scene.sink
+                scene.q,
+                scene.metadata,
+                DeepseekV4SWACache(512, 128, torch.uint8, "x", None, provider.backend),
+                scene.sink,
             )
 
     def test_another_page_size(self, provider: ProviderUnderTest) -> None:

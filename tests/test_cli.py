@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,9 +21,7 @@ MODULE = [sys.executable, "-m", "swa_backend"]
 
 
 def command(start: list[str], *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*start, *arguments], env={**os.environ, **env}, capture_output=True, text=True, check=False
-    )
+    return subprocess.run([*start, *arguments], env={**os.environ, **env}, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("start", [SCRIPT, MODULE], ids=["script", "module"])
@@ -116,7 +113,7 @@ class TestMain:
         assert "Traceback" not in capsys.readouterr().err
 
     def test_unreadable_file(self, monkeypatch, capsys):
-        monkeypatch.setattr(doctor_module, "examine", lambda platform, target: open("no/such/file"))
+        monkeypatch.setattr(doctor_module, "examine", lambda platform, target: Path("no/such/file").read_text())
         assert cli.main(["doctor"]) == 2
         assert "no/such/file: No such file or directory" in capsys.readouterr().err
 

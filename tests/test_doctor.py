@@ -49,9 +49,7 @@ def test_reasons_against_a_provider_and_one_that_cannot_be_loaded(process):
     def broken(target):
         raise ImportError("libkit.so.3 is missing")
 
-    picky = SimpleNamespace(
-        name="picky", supports=lambda shape: ("too many heads",) if shape.num_heads > 64 else ()
-    )
+    picky = SimpleNamespace(name="picky", supports=lambda shape: ("too many heads",) if shape.num_heads > 64 else ())
     process(own(fake_platform("good", rank=1, load_providers=lambda target: (picky,))))
     (backend,) = examine().backends
     assert backend.providers[0].models["V4-Flash"] == ()

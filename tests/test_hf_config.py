@@ -433,7 +433,7 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
     return source
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(mutated())
 def test_reading_a_mutated_config_raises_nothing_but_config_error(source: dict[str, Any]) -> None:
     try:

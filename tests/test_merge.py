@@ -19,7 +19,9 @@ SCALE = 512**-0.5
 INF = math.inf
 
 
-def partial(q: torch.Tensor, view: PageView, rows: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def partial(
+    q: torch.Tensor, view: PageView, rows: torch.Tensor, sink: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.full_like(q, math.nan), torch.full(q.shape[:2], math.nan)
     lens = torch.full(rows.shape[:1], rows.shape[1], dtype=torch.int32)
     sparse_attention(q, [Segment(view, rows, lens)], sink, SCALE, out, lse)
@@ -129,7 +131,12 @@ class TestSink:
 
     @pytest.mark.parametrize(
         ("bad", "value"),
-        [("attn_sink", torch.zeros(3)), ("attn_sink", torch.zeros(4).bfloat16()), ("lse", torch.zeros(2, 3)), ("out", 1)],
+        [
+            ("attn_sink", torch.zeros(3)),
+            ("attn_sink", torch.zeros(4).bfloat16()),
+            ("lse", torch.zeros(2, 3)),
+            ("out", 1),
+        ],
     )
     def test_bad_argument_is_named(self, bad: str, value: object) -> None:
         arguments: dict = {"out": torch.zeros(2, 4, 512), "lse": torch.zeros(2, 4), "attn_sink": torch.zeros(4)}

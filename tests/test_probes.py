@@ -100,9 +100,10 @@ def test_a_variable_set_to_nothing_hides_the_devices(build, node, variable, valu
 @pytest.mark.parametrize("value", ["0", "7", "0,1,2", "0,-1", "GPU-8932f937", "MIG-1d7e"])
 def test_a_variable_that_names_a_device_hides_nothing(value):
     assert not hides_devices(value)
-    assert chosen_on(
-        fake_machine(cuda="12.8", nodes=("/dev/nvidia0",), env={"CUDA_VISIBLE_DEVICES": value})
-    ).platform.name == "cuda"
+    assert (
+        chosen_on(fake_machine(cuda="12.8", nodes=("/dev/nvidia0",), env={"CUDA_VISIBLE_DEVICES": value})).platform.name
+        == "cuda"
+    )
 
 
 def test_variables_of_the_other_vendor_do_not_matter():

@@ -62,7 +62,9 @@ class TestAutomaticChoice:
         assert choose(registry_of(guest, CPU), None).platform.name == "cpu"
 
     def test_third_party_takes_part_only_when_it_says_so(self):
-        assert choose(registry_of(CPU, FakePoint("guest", fake_platform("guest", rank=5))), None).platform.name == "guest"
+        assert (
+            choose(registry_of(CPU, FakePoint("guest", fake_platform("guest", rank=5))), None).platform.name == "guest"
+        )
         assert choose(registry_of(CPU, FakePoint("guest", fake_platform("guest"))), None).platform.name == "cpu"
 
     def test_third_party_comes_after_ours_whatever_its_rank_and_is_not_even_loaded(self):
@@ -126,7 +128,10 @@ class TestNamedChoice:
         (FakePoint("guest", loader=fails), "ImportError"),
         (FakePoint("guest", loader=leaves), "SystemExit: 3"),
         (FakePoint("guest", {"name": "guest"}), "is a dict, not a swa_backend.Platform"),
-        (FakePoint("guest", loader=lambda: fake_platform("guest", interface_version=99)), "interface_version: found 99"),
+        (
+            FakePoint("guest", loader=lambda: fake_platform("guest", interface_version=99)),
+            "interface_version: found 99",
+        ),
         (FakePoint("guest", fake_platform("other")), "they must be the same"),
         (FakePoint("guest", fake_platform("guest", rank="first")), "auto_rank is a str"),
         (FakePoint("cpu", fake_platform("cpu")), "swa-backend 1.5 already registers the name 'cpu'"),
@@ -170,7 +175,7 @@ class TestImport:
         assert get_backend("cpu").name == "cpu"
 
     def test_a_platform_package_may_be_imported_first(self):
-        code = "import swa_platform_cpu, swa_backend; print(swa_backend.get_backend().platform is swa_platform_cpu.PLATFORM)"
+        code = "import swa_platform_cpu as p, swa_backend as s; print(s.get_backend().platform is p.PLATFORM)"
         env = {"SWA_BACKEND_PLATFORM": "cpu"}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "True"
@@ -203,7 +208,13 @@ class TestGetBackend:
 
     @pytest.mark.parametrize(
         ("name", "target"),
-        [("cuda", "cuda:80"), ("cuda", "cuda:90"), ("cuda", "cuda:120"), ("rocm", "hip:gfx942"), ("rocm", "hip:gfx1201")],
+        [
+            ("cuda", "cuda:80"),
+            ("cuda", "cuda:90"),
+            ("cuda", "cuda:120"),
+            ("rocm", "hip:gfx942"),
+            ("rocm", "hip:gfx1201"),
+        ],
     )
     def test_targets(self, name, target):
         assert str(get_backend(name, target).target) == target

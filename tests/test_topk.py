@@ -140,7 +140,13 @@ class TestCases:
         topk = ints([[1, 9, 2, 9], [3, 9, 0, 9]])[:, :3]
         positions = torch.tensor([7, 15])
         slots, lens = map_topk(
-            topk, ints([0, 0]), positions, ints([[0]]), 16, torch.ones(2, dtype=torch.bool), 4,
+            topk,
+            ints([0, 0]),
+            positions,
+            ints([[0]]),
+            16,
+            torch.ones(2, dtype=torch.bool),
+            4,
             backend=get_backend("cpu"),
         )
         assert slots.tolist() == [[1, -1, -1], [3, 0, -1]]

@@ -44,7 +44,10 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "why", report.why
     for name, version in report.versions.items():
         yield name, version or "not installed"
-    yield "torch built for", ", ".join(f"{name} {version}" for name, version in report.torch_build.items()) or "CPU only"
+    yield (
+        "torch built for",
+        ", ".join(f"{name} {version}" for name, version in report.torch_build.items()) or "CPU only",
+    )
     yield from ((name, repr(value)) for name, value in report.environment.items())
     yield "devices", "\n".join(report.devices) or "none"
 

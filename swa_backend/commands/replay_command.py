@@ -42,7 +42,8 @@ def replay(
     ] = "V4-Flash",
     platform: PlatformOption = None,
     max_requests: Annotated[
-        int | None, typer.Option(min=1, help="Stop reading after this many requests. Default: 12 of the sample, else all.")
+        int | None,
+        typer.Option(min=1, help="Stop reading after this many requests. Default: 12 of the sample, else all."),
     ] = None,
     layers: Annotated[
         str | None,

@@ -99,7 +99,7 @@ def _key_tables(view: PageView, slots: torch.Tensor) -> Iterator[tuple[torch.Ten
     if unique.numel() <= _TABLE_ROWS or slots.shape[1] <= _KEYS:
         yield slots, dequantise_slots(view, unique.long()), index
         return
-    for block in slots.split(_KEYS, dim=1):
+    for block in torch.split(slots, _KEYS, dim=1):
         yield from _key_tables(view, block)
 
 

@@ -1,0 +1,128 @@
+"""The right attention output of single tokens: float64, from content keys alone, without pages or index rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from swa_backend.cache_layout import PageLayout
+from swa_backend.layer_types import LayerType
+from swa_backend.replay.content import (
+    HEAD_DIM,
+    NUM_CHUNKS,
+    TABLE_ROWS,
+    DataMode,
+    chunk_numbers,
+    chunk_table,
+    query_numbers,
+    query_table,
+)
+from swa_backend.replay.oracle_codec import stored_rows
+
+MAX_ROW_ERROR = 4e-3
+MAX_EXAMPLES = 5
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What comparing showed.
+
+    Attributes:
+        tokens: tokens compared, each once whatever the number of layers.
+        rows: (token, layer, head) rows compared.
+        worst_error: largest relative row error.
+        mismatches: (token, layer) pairs with a row that is wrong.
+        examples: the first few of them in words.
+    """
+
+    tokens: int = 0
+    rows: int = 0
+    worst_error: float = 0.0
+    mismatches: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def wrong(self, text: str) -> None:
+        self.mismatches += 1
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(text)
+
+
+class Oracle:
+    """Knows every content key's values as the caches return them.
+
+    Args:
+        mode, seed: as the content's.
+        swa_layout, compressed_layout: layouts of the caches; they only decide what a written value becomes.
+        num_heads: query heads.
+        sinks: [num_heads] float32 for each layer type.
+        scale: factor of the logits.
+    """
+
+    def __init__(
+        self,
+        mode: DataMode,
+        seed: int,
+        swa_layout: PageLayout,
+        compressed_layout: PageLayout,
+        num_heads: int,
+        sinks: dict[LayerType, torch.Tensor],
+        scale: float = HEAD_DIM**-0.5,
+    ) -> None:
+        written = chunk_table(mode, seed).double().numpy()
+        # Place c of the written row repeats the chunk table, so column block c holds what chunk c turns into.
+        rows = np.tile(written, (1, NUM_CHUNKS))
+        self._tables = {False: rows, True: rows}
+        if mode is not DataMode.EXACT:
+            self._tables = {False: stored_rows(rows, swa_layout), True: stored_rows(rows, compressed_layout)}
+        self._queries = query_table(seed).double().numpy()
+        self._num_heads = num_heads
+        self._sinks = {layer: sink.double().cpu().numpy() for layer, sink in sinks.items()}
+        self._scale = scale
+
+    def keys_of(self, keys: np.ndarray, layer: LayerType, *, entry: bool) -> np.ndarray:
+        """Cached rows [n, 512] float64 of content keys [n]."""
+        table = self._tables[entry].reshape(TABLE_ROWS, NUM_CHUNKS, -1)
+        chunks: np.ndarray = table[chunk_numbers(keys, layer, entry=entry), np.arange(NUM_CHUNKS)]
+        return chunks.reshape(len(keys), HEAD_DIM)
+
+    def attend(self, token: np.uint64, layer: LayerType, window: np.ndarray, entries: np.ndarray) -> np.ndarray:
+        """Output [num_heads, 512] float64.
+
+        Args:
+            token: content key of the token.
+            layer: its layer type.
+            window: content keys of the tokens in its window.
+            entries: keys of the compressed entries that it sees.
+        """
+        k = np.concatenate(
+            [self.keys_of(window, layer, entry=False), self.keys_of(entries, layer, entry=True)], axis=0
+        )
+        if not len(k):
+            return np.zeros((self._num_heads, HEAD_DIM))
+        q = self._queries[query_numbers(np.array([token], dtype=np.uint64), layer, self._num_heads)[0]]
+        logits = (q @ k.T) * self._scale
+        sink = self._sinks[layer]
+        peak = np.maximum(logits.max(axis=1), sink)
+        weights = np.exp(logits - peak[:, None])
+        total = weights.sum(axis=1) + np.exp(sink - peak)
+        result: np.ndarray = (weights @ k) / total[:, None]
+        return result
+
+
+def compare(out: np.ndarray, right: np.ndarray, what: str, verdict: Verdict) -> None:
+    """Compare one token's output [num_heads, 512] with the right one and note what is found.
+
+    A row is wrong if its relative error is above 4e-3, or if it is zero (or not) where the right one is not (or is).
+    """
+    size = np.linalg.norm(right, axis=1)
+    error = np.linalg.norm(out - right, axis=1) / np.where(size > 0, size, 1)
+    zero_differs = (np.abs(out).max(axis=1) == 0) != (size == 0)
+    bad = ~(error <= MAX_ROW_ERROR) | zero_differs  # a NaN is wrong as well
+    verdict.rows += len(out)
+    worst = float(np.nanmax(error)) if not np.isnan(error).all() else np.inf
+    verdict.worst_error = max(verdict.worst_error, np.inf if np.isnan(error).any() else worst)
+    if bad.any():
+        head = int(np.argmax(bad))
+        verdict.wrong(f"{what}: {int(bad.sum())} of {len(out)} heads, head {head} with relative error {error[head]:.2e}")
