@@ -83,7 +83,7 @@ def attend(
             scale=factor,
             compressed=rows,
         )
-        if getattr(metadata, "validate", False):
+        if metadata.validate:
             validate_call(call)
         if metadata.num_decode_tokens:
             metadata.provider.decode(call)

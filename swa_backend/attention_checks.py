@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from swa_backend.pages import PageView
 
 
-def built_for(metadata: DeepseekSparseSWAMetadata) -> AttentionShape | None:
-    """What the builder promised its provider; None for metadata that was made by hand."""
-    shape: AttentionShape | None = getattr(metadata, "shape", None)
-    return shape
-
-
 def check_query(q: torch.Tensor, attn_sink: torch.Tensor) -> None:
     """Refuse a query that is not [T', 1..128, 512] bf16, or sinks that are not [h] float32 beside it.
 
@@ -123,7 +117,7 @@ def check_caches(
             legal=f"at least the step's {metadata.num_tokens} tokens",
             fix="Pass the query of the whole step, padding included.",
         )
-    shape = built_for(metadata)
+    shape = metadata.shape
     if shape is not None:
         check_same_layout("cache layout", pages.layout, shape.swa_layout)
         check_tensor("q", q, torch.bfloat16, (-1, shape.num_heads, HEAD_DIM), q.device)
@@ -170,7 +164,7 @@ def _check_compressed(
 
 def _check_mixing(metadata: DeepseekSparseSWAMetadata, pages: PageView, second: PageView, q: torch.Tensor) -> None:
     """Two caches of different layouts are read together only by a provider that says it can."""
-    shape = built_for(metadata)
+    shape = metadata.shape
     if second.layout in (shape.compressed_layouts if shape is not None else (pages.layout,)):
         return
     asked = AttentionShape(

@@ -78,7 +78,8 @@ class DeepseekSparseSWAMetadataBuilder:
         _check_spec(kv_cache_spec, config)
         self.block_size = kv_cache_spec.block_size
         self.decode_threshold = config.decode_threshold
-        self.provider = choose_provider(self.backend, attention_shape(config, kv_cache_spec, self.backend, self.device))
+        self.shape = attention_shape(config, kv_cache_spec, self.backend, self.device)
+        self.provider = choose_provider(self.backend, self.shape)
 
         main = SwaGroup(MAIN_GROUP, self.block_size, num_pages)
         self._swa_groups = (main, *(replace(g, page_tokens=g.page_tokens or self.block_size) for g in swa_groups))
@@ -354,6 +355,8 @@ class DeepseekSparseSWAMetadataBuilder:
                 batch.replay_start if batch.replay_start is not None else self._step_buffers.no_replay[: batch.num_reqs]
             ),
             "provider": self.provider,
+            "shape": self.shape,
+            "validate": config.validate,
             "prefill_left_visible": step.left_visible,
             "prefill_right_visible": step.right_visible,
             "generation": self._generation,

@@ -10,7 +10,7 @@ import torch
 
 from swa_backend.chunk_plan import PrefillChunk, plan_prefill_chunks, workspace_rows
 from swa_backend.layer_types import LayerType
-from swa_backend.provider import AttentionProvider
+from swa_backend.provider import AttentionProvider, AttentionShape
 from swa_backend.step import BuildStep
 
 NO_PLANS: Mapping[LayerType, Any] = dict.fromkeys(LayerType)
@@ -75,6 +75,8 @@ class DeepseekSparseSWAMetadata:
         decode_swa_ragged_indices, _indptr, prefill_swa_ragged_indices, _indptr: rows without gaps, where the platform
             wants them; [rows * width] and [rows + 1] int32.
         provider: attention kernels that the builder chose.
+        shape: what the builder promised that provider; None in an object made by hand.
+        validate: whether attention over this step checks values too.
         generation: counts builds and updates of the builder that made this; plans carry it.
     """
 
@@ -116,6 +118,8 @@ class DeepseekSparseSWAMetadata:
     decode_swa_ragged_indptr: torch.Tensor | None = None
     prefill_swa_ragged_indices: torch.Tensor | None = None
     prefill_swa_ragged_indptr: torch.Tensor | None = None
+    shape: AttentionShape | None = None
+    validate: bool = False
     generation: int = 0
     step: BuildStep | None = field(default=None, repr=False)  # what an in-place update runs again
     prefill_replay_start_cpu: torch.Tensor | None = field(default=None, repr=False)

@@ -1,4 +1,4 @@
-"""Which attention provider serves a builder's layers: the first in the platform's order that has no reason against it."""
+"""Which attention provider serves a builder's layers: the first of the platform with no reason against it."""
 
 from __future__ import annotations
 
