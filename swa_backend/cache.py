@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -24,13 +25,15 @@ _DEFAULT_LAYOUT = {
     torch.uint8: "fp8_ds_mla",
     torch.bfloat16: "bf16",
     torch.float8_e4m3fn: "fp8_per_tensor",
-    torch.float8_e4m3fnuz: "fp8_per_tensor",
 }
 
 
 @dataclass(slots=True)
 class CacheConfig:
-    """The context in which layers are constructed: every cache by its prefix, each prefix once."""
+    """The context in which layers are constructed: every cache by its prefix, each prefix once.
+
+    An engine's own configuration object serves as well; it is given the attribute ``layers`` if it has none.
+    """
 
     layers: dict[str, object] = field(default_factory=dict)
 
@@ -56,11 +59,11 @@ class PagedCache:
         layout: PageLayout,
         dtype: torch.dtype,
         entries_per_page: int,
-        cache_config: CacheConfig | None,
+        cache_config: Any,
         backend: Backend,
         scale: torch.Tensor | None,
     ) -> None:
-        self.prefix = prefix
+        self.prefix = _require_prefix(prefix)
         self.layout = layout
         self.dtype = dtype
         self.entries_per_page = entries_per_page
@@ -152,7 +155,8 @@ class DeepseekV4SWACache(PagedCache):
         dtype: uint8 (packed layouts), bfloat16 or float8_e4m3fn (one scale for the cache). It picks the default
             layout; how bytes are read is decided by the layout alone.
         prefix: name of the cache.
-        cache_config: the context that keeps prefixes unique; None for a cache on its own.
+        cache_config: the context that keeps prefixes unique, a `CacheConfig` or an engine's own object (see there);
+            None for a cache on its own.
         backend_cls: descriptor of the platform; None takes the chosen one (`get_backend`).
         block_size: tokens a page, a multiple of 32.
         layout: layout name (in the platform's dialect for this role) or a `PageLayout`; None takes ``fp8_ds_mla``,
@@ -171,7 +175,7 @@ class DeepseekV4SWACache(PagedCache):
         window_size: int,
         dtype: torch.dtype,
         prefix: str,
-        cache_config: CacheConfig | None,
+        cache_config: Any,
         backend_cls: Backend | None = None,
         block_size: int = 64,
         layout: str | PageLayout | None = None,
@@ -189,7 +193,7 @@ class DeepseekV4SWACache(PagedCache):
                 fix="Pass uint8 for the packed fp8 layouts.",
             )
         backend = _backend(backend_cls)
-        chosen = _resolve(layout or _DEFAULT_LAYOUT[dtype], backend.cache_dialect(self.role))
+        chosen = _resolve(_DEFAULT_LAYOUT[dtype] if layout is None else layout, backend.cache_dialect(self.role))
         _check_dtype(dtype, chosen)
         if not chosen.writable:
             raise CacheError(
@@ -214,7 +218,8 @@ class CompressedCache(PagedCache):
         page_tokens: tokens that a page stands for, a multiple of ``ratio``; the page holds ``page_tokens // ratio``
             entries, any number from 1 on.
         prefix: name of the cache.
-        cache_config: the context that keeps prefixes unique; None for a cache on its own.
+        cache_config: the context that keeps prefixes unique, a `CacheConfig` or an engine's own object (see there);
+            None for a cache on its own.
         backend_cls: descriptor of the platform; None takes the chosen one (`get_backend`).
         scale: float32 [1] for ``fp8_per_tensor``; None takes 1 when the cache is bound.
 
@@ -230,7 +235,7 @@ class CompressedCache(PagedCache):
         layout: str | PageLayout,
         page_tokens: int,
         prefix: str,
-        cache_config: CacheConfig | None = None,
+        cache_config: Any = None,
         backend_cls: Backend | None = None,
         scale: torch.Tensor | None = None,
     ) -> None:
@@ -258,6 +263,12 @@ def _require_int(name: str, value: object) -> int:
     raise CacheError(name, found=repr(value), legal="an int >= 1", fix=f"Pass {name} as a positive Python int.")
 
 
+def _require_prefix(prefix: object) -> str:
+    if isinstance(prefix, str) and prefix:
+        return prefix
+    raise CacheError("prefix", found=repr(prefix), legal="a name", fix="Name the cache after its layer.")
+
+
 def _require_page_tokens(block_size: object) -> int:
     if isinstance(block_size, int) and block_size > 0 and block_size % PAGE_TOKENS_MULTIPLE == 0:
         return block_size
@@ -265,7 +276,7 @@ def _require_page_tokens(block_size: object) -> int:
         "block_size",
         found=repr(block_size),
         legal=f"a multiple of {PAGE_TOKENS_MULTIPLE}: 32, 64, 96, 128, 256, ...",
-        fix=f"Choose such a page size; the attention kernels read a window page in steps of {PAGE_TOKENS_MULTIPLE} tokens.",
+        fix=f"Choose such a page size; attention kernels read a window page {PAGE_TOKENS_MULTIPLE} tokens at a time.",
     )
 
 
@@ -282,27 +293,28 @@ def _resolve(layout: str | PageLayout, dialect: Dialect) -> PageLayout:
 
 
 def _check_dtype(dtype: torch.dtype, layout: PageLayout) -> None:
-    own = element_dtype(layout)
-    # float8_e4m3fn is the one name under which engines know fp8; the layout says which dialect the bytes are in.
-    if dtype == own or (dtype == torch.float8_e4m3fn and own == torch.float8_e4m3fnuz):
-        return
-    raise CacheError(
-        "dtype",
-        found=dtype,
-        legal=f"{own} for the layout {layout.name}",
-        fix="Let dtype and layout say the same thing.",
-    )
+    if dtype != element_dtype(layout):
+        raise CacheError(
+            "dtype",
+            found=dtype,
+            legal=f"{element_dtype(layout)} for the layout {layout.name}",
+            fix="Let dtype and layout say the same thing.",
+        )
 
 
-def _register(cache: PagedCache, context: CacheConfig | None) -> None:
+def _register(cache: PagedCache, context: Any) -> None:
     if context is None:
         return
     layers = getattr(context, "layers", None)
+    if layers is None:
+        # Any failure means the same: an object that cannot carry an attribute. A validating class may raise its own.
+        with suppress(Exception):
+            context.layers = layers = {}
     if not isinstance(layers, dict):
         raise CacheError(
             "cache_config",
             found=type(context).__name__,
-            legal="a CacheConfig or None",
+            legal="a CacheConfig, an object that can keep a dict `layers`, or None",
             fix="Pass one CacheConfig() to every layer of a model.",
         )
     if cache.prefix in layers:

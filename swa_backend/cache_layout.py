@@ -148,7 +148,13 @@ class PageLayout:
         return ceil_to(self.used_bytes(entries), self.alignment)
 
     def with_dialect(self, dialect: Dialect) -> PageLayout:
-        """The same layout in another fp8 dialect; a layout without e4m3 values is returned as it is."""
+        """The same layout in another fp8 dialect; a layout without e4m3 values is returned as it is.
+
+        Raises:
+            CacheError: not a dialect.
+        """
+        if dialect not in list(Dialect):
+            self._refuse("dialect", repr(dialect), "'ocp' or 'fnuz'")
         return self if self.dialect is None else replace(self, dialect=Dialect(dialect))
 
 
@@ -174,7 +180,7 @@ def get_layout(name: str, dialect: Dialect = Dialect.OCP) -> PageLayout:
         dialect: fp8 dialect of its values; ignored by layouts without e4m3 values.
 
     Raises:
-        CacheError: no layout has this name.
+        CacheError: no layout has this name, or the dialect is none.
     """
     layout = _LAYOUTS.get(name) if isinstance(name, str) else None
     if layout is None:

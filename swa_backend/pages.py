@@ -6,17 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from swa_backend.cache_layout import HEAD_DIM, SLOT_LIMIT, Dialect, PageLayout, check_layout
+from swa_backend.cache_layout import HEAD_DIM, SLOT_LIMIT, PageLayout, check_layout
 from swa_backend.errors import CacheError
 
 
 def element_dtype(layout: PageLayout) -> torch.dtype:
-    """dtype of the tensor in which a cache of this layout is held: uint8 for packed layouts, else the values' own."""
+    """dtype of a cache tensor of this layout: uint8 for packed layouts, else bf16 or float8_e4m3fn.
+
+    float8_e4m3fn only stands for "one fp8 byte a value" here: the layout's dialect says how the bytes are read.
+    """
     if layout.packed:
         return torch.uint8
-    if layout.value_format == "bf16":
-        return torch.bfloat16
-    return torch.float8_e4m3fnuz if layout.dialect is Dialect.FNUZ else torch.float8_e4m3fn
+    return torch.bfloat16 if layout.value_format == "bf16" else torch.float8_e4m3fn
 
 
 def check_num_slots(num_pages: int, entries: int) -> int:
@@ -77,7 +78,7 @@ class PageView:
 
         Args:
             tensor: [pages, 1, entries, n] or [pages, entries, n], uint8 with n = bytes of a token for any layout, or
-                bf16 / float8 with n = 512 for the layout of that dtype. Pages may lie further apart than they are
+                bf16 / float8_e4m3fn with n = 512 for the plain layouts. Pages may lie further apart than they are
                 long, and the first one anywhere in its storage.
             layout: layout of the bytes.
             entries: entries of a page.
@@ -123,8 +124,6 @@ def _rows(tensor: torch.Tensor, layout: PageLayout, entries: int) -> torch.Tenso
     if own != torch.uint8:
         legal = f"{own} [pages, 1, {entries}, {HEAD_DIM}] or {legal}"
     lengths = {torch.uint8: layout.bytes_per_token, own: layout.bytes_per_token // own.itemsize}
-    if own == torch.float8_e4m3fnuz:  # engines know one fp8 dtype; the layout decides how the bytes are read
-        lengths[torch.float8_e4m3fn] = layout.bytes_per_token
     rows = tensor[:, 0] if tensor.ndim == 4 and tensor.shape[1] == 1 else tensor
     if rows.ndim != 3 or rows.dtype not in lengths or rows.shape[1:] != (entries, lengths[rows.dtype]):
         raise CacheError(

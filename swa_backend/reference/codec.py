@@ -11,7 +11,7 @@ from swa_backend.errors import CacheError
 from swa_backend.pages import PageView
 from swa_backend.reference import fp8
 
-_CHUNK = 2048  # rows decoded at a time; their intermediates stay in a CPU's cache
+_CHUNK = 2048  # rows coded at a time: their intermediates stay in a CPU's cache and reuse memory
 _GATHER_CHUNK = 32 * _CHUNK  # rows gathered at a time: bounds the float32 copy to 128 MiB
 
 
@@ -84,9 +84,15 @@ def write_kv(k: torch.Tensor, view: PageView, slot_mapping: torch.Tensor) -> Non
     last = torch.ones_like(slots, dtype=torch.bool)
     torch.ne(slots[:-1], slots[1:], out=last[:-1])
     slots, tokens = slots[last], wanted[order[last]]
-    data, scales = quantise(k[tokens], view.layout, view.scale)
-    page, entry = slots // view.entries, slots % view.entries
+    for begin in range(0, slots.numel(), _CHUNK):
+        chunk = slice(begin, begin + _CHUNK)
+        _store(view, slots[chunk], *quantise(k[tokens[chunk]], view.layout, view.scale))
+
+
+def _store(view: PageView, slots: torch.Tensor, data: torch.Tensor, scales: torch.Tensor) -> None:
+    """Put data rows and scale rows, uint8 [n, bytes], where the distinct ``slots`` [n] int64 have them."""
     layout, entries = view.layout, view.entries
+    page, entry = slots // entries, slots % entries
     _rows(view, layout.data_offset(entries, 0), layout.data_stride, layout.data_bytes)[page, entry] = data
     if layout.scale_bytes:
         _rows(view, layout.scale_offset(entries, 0), layout.scale_stride, layout.scale_bytes)[page, entry] = scales
