@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swa_backend.errors import BatchError
+
+if TYPE_CHECKING:
+    from swa_backend.config import SchedulerConfig
 
 ImageSpans = Mapping[int, Sequence[tuple[int, int]]]
 
@@ -139,14 +142,7 @@ def _same_device(found: torch.device, expected: torch.device) -> bool:
 _HOST = torch.device("cpu")
 
 
-def check_batch(
-    batch: CommonAttentionMetadata,
-    *,
-    device: torch.device,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-) -> None:
+def check_batch(batch: CommonAttentionMetadata, *, device: torch.device, scheduler: SchedulerConfig) -> None:
     """The checks that run on every step, without reading the device: types, dtypes, devices, shapes, capacities.
 
     Raises:
@@ -159,18 +155,16 @@ def check_batch(
     if not isinstance(batch.causal, bool):
         raise BatchError("causal", found=repr(batch.causal), legal="True or False", fix="Pass a Python bool.")
     num_reqs, num_tokens = batch.num_reqs, batch.num_actual_tokens
-    _capacity("num_reqs", num_reqs, max_num_seqs, "max_num_seqs")
-    _capacity("num_actual_tokens", num_tokens, max_num_batched_tokens, "max_num_batched_tokens")
-    _capacity("max_seq_len", batch.max_seq_len, max_model_len, "max_model_len")
+    _capacity("num_reqs", num_reqs, scheduler.max_num_seqs, "max_num_seqs")
+    _capacity("num_actual_tokens", num_tokens, scheduler.max_num_batched_tokens, "max_num_batched_tokens")
+    _capacity("max_seq_len", batch.max_seq_len, scheduler.max_model_len, "max_model_len")
     check_tensor("query_start_loc", batch.query_start_loc, torch.int32, (num_reqs + 1,), device)
     check_tensor("query_start_loc_cpu", batch.query_start_loc_cpu, torch.int32, (num_reqs + 1,), _HOST)
     check_tensor("seq_lens", batch.seq_lens, torch.int32, (num_reqs,), device)
     check_tensor("block_table_tensor", batch.block_table_tensor, torch.int32, (num_reqs, -1), device)
     check_tensor("slot_mapping", batch.slot_mapping, torch.int64, (num_tokens,), device)
     if batch.seq_lens_cpu_upper_bound is not None:
-        check_tensor(
-            "seq_lens_cpu_upper_bound", batch.seq_lens_cpu_upper_bound, torch.int32, (num_reqs,), _HOST
-        )
+        check_tensor("seq_lens_cpu_upper_bound", batch.seq_lens_cpu_upper_bound, torch.int32, (num_reqs,), _HOST)
     if batch.replay_start is not None:
         check_tensor("replay_start", batch.replay_start, torch.int32, (num_reqs,), device)
     if batch.replay_start_cpu is not None:

@@ -12,26 +12,28 @@ from typing import Any, ClassVar
 
 import torch
 
+from swa_backend._math import cdiv
 from swa_backend.backend import Backend
 from swa_backend.batch import CommonAttentionMetadata, check_batch, check_tensor
-from swa_backend.buffers import CompressedGroupBuffers, StepBuffers, SwaGroupBuffers
-from swa_backend.cache import KVCacheSpec
+from swa_backend.buffers import IndexBuffers
+from swa_backend.cache_spec import KVCacheSpec
 from swa_backend.config import BackendConfig
 from swa_backend.errors import BatchError, ConfigError
 from swa_backend.groups import CompressedGroup, SwaGroup
 from swa_backend.image_spans import SpanUpload, check_spans, spans_in_step
 from swa_backend.layer_types import LayerType
-from swa_backend.metadata import NO_PLANS, CompressedGroupMetadata, DeepseekSparseSWAMetadata
+from swa_backend.metadata import NO_PLANS, DeepseekSparseSWAMetadata
+from swa_backend.metadata_assembly import PrefillHostLens, RowViews, assemble
 from swa_backend.platform import require_device
 from swa_backend.provider_choice import attention_shape, choose_provider
 from swa_backend.split import Split, split_decodes_and_prefills
-from swa_backend.step import BuildStep, CompressedGroupStep, RaggedRows, SwaGroupStep
+from swa_backend.step import BuildStep
 from swa_backend.validation import validate_batch
 
-MAX_SLOTS = 2**31
 MAIN_GROUP = "main"
 
 GroupInputs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+StepInputs = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 class DeepseekSparseSWAMetadataBuilder:
@@ -82,24 +84,15 @@ class DeepseekSparseSWAMetadataBuilder:
         self.provider = choose_provider(self.backend, self.shape)
 
         main = SwaGroup(MAIN_GROUP, self.block_size, num_pages)
-        self._swa_groups = (main, *(replace(g, page_tokens=g.page_tokens or self.block_size) for g in swa_groups))
-        self._compressed_groups = tuple(compressed_groups)
-        _check_names([g.name for g in (*self._swa_groups, *self._compressed_groups)])
-        self._num_pages = {
-            **{g.name: _page_limit(g.name, g.num_pages, g.page_tokens or 0) for g in self._swa_groups},
-            **{g.name: _page_limit(g.name, g.num_pages, g.entries_per_page) for g in self._compressed_groups},
-        }
-
-        self._step_buffers = StepBuffers.allocate(config, self.device)
-        self._swa_buffers = [
-            SwaGroupBuffers.allocate(config, self.device, ragged=self.wants_ragged_rows) for _ in self._swa_groups
-        ]
-        self._compressed_buffers = [
-            CompressedGroupBuffers.allocate(g, config, self.device) for g in self._compressed_groups
-        ]
-        bidirectional = config.max_image_tokens > 0
+        further = [replace(g, page_tokens=g.page_tokens or self.block_size) for g in swa_groups]
+        _check_names([MAIN_GROUP, *(g.name for g in further), *(g.name for g in compressed_groups)])
+        self._buffers = IndexBuffers.allocate(
+            config, [main, *further], compressed_groups, self.device, ragged=self.wants_ragged_rows
+        )
+        self._build_indices = self.backend.operations.prepare_build(self._buffers)
+        self._views = RowViews(self._buffers)
         self._upload_spans = (
-            SpanUpload(config.scheduler.max_num_batched_tokens, self.device) if bidirectional else None
+            SpanUpload(config.scheduler.max_num_batched_tokens, self.device) if config.max_image_tokens else None
         )
         self._present_types: tuple[LayerType, ...] = config.model.present_layer_types
         self._generation = 0
@@ -110,11 +103,7 @@ class DeepseekSparseSWAMetadataBuilder:
         Raises:
             BatchError: the group is unknown, or the cache has 2^31 slots or more.
         """
-        entries = {g.name: g.page_tokens or 0 for g in self._swa_groups}
-        entries |= {g.name: g.entries_per_page for g in self._compressed_groups}
-        if group not in entries:
-            raise BatchError("group", found=repr(group), legal=sorted(entries), fix="Name a group of this builder.")
-        self._num_pages[group] = _page_limit(group, num_pages, entries[group])
+        self._buffers.set_num_pages(group, num_pages)
 
     def build(
         self,
@@ -136,24 +125,55 @@ class DeepseekSparseSWAMetadataBuilder:
             ValidationError: in validation mode, a value breaks a rule.
         """
         batch = CommonAttentionMetadata.of(common_attn_metadata)
-        scheduler = self.config.scheduler
-        check_batch(
-            batch,
-            device=self.device,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=scheduler.max_model_len,
-        )
+        check_batch(batch, device=self.device, scheduler=self.config.scheduler)
         inputs = self._group_inputs(batch, groups)
         split = self._split(batch)
         if self.config.validate:
-            validate_batch(batch, split, self.config, self._swa_groups, self._compressed_groups, inputs,
-                           self._num_pages, self.null_page)
-        self._generation += 1
-        step = self._step(batch, split, inputs)
-        if step.num_tokens:
-            self.backend.operations.build(step)
-        return self._metadata(batch, split, step)
+            validate_batch(batch, split, self.config, self._buffers.groups, inputs, self.null_page)
+        return self._run(batch, split, inputs)
+
+    def capture_build(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        common_attn_metadata: Any,
+        groups: GroupInputs | None = None,
+    ) -> DeepseekSparseSWAMetadata:
+        """Record a causal decode-only build of fixed R and T in the graph that the engine is capturing.
+
+        The engine owns the input tensors and changes their contents before each replay; which requests are real, and
+        how long each query is, is read on the device. Host values of the batch are only used for shapes.
+
+        Args:
+            num_reqs: R, of the captured graph.
+            num_tokens: T, of the captured graph.
+            common_attn_metadata: batch whose device tensors have R + 1, R, [R, C] and T elements.
+            groups: as in `build`.
+
+        Raises:
+            BatchError: a shape is another than R and T say, or the batch is not causal.
+        """
+        batch = CommonAttentionMetadata.of(common_attn_metadata)
+        for field, value in (("num_reqs", num_reqs), ("num_actual_tokens", num_tokens)):
+            if getattr(batch, field) != value:
+                raise BatchError(
+                    field,
+                    found=getattr(batch, field),
+                    legal=f"{value}, as the captured graph has",
+                    fix="Describe the padded batch of the graph, with slot -1 for tokens that are not real.",
+                )
+        longest = max(1, cdiv(num_tokens, num_reqs)) if num_reqs else 0
+        if longest > self.decode_threshold or not batch.causal:
+            raise BatchError(
+                "num_tokens",
+                found=f"{longest} tokens a request" if batch.causal else "a non-causal batch",
+                legal=f"causal decodes of at most {self.decode_threshold} tokens a request",
+                fix="Capture decode steps; build the others with build().",
+            )
+        uniform = torch.arange(num_reqs + 1, dtype=torch.int32).mul_(longest).clamp_(max=num_tokens)
+        batch = replace(batch, max_query_len=longest, query_start_loc_cpu=uniform)
+        check_batch(batch, device=self.device, scheduler=self.config.scheduler)
+        return self._run(batch, self._split(batch), self._group_inputs(batch, groups))
 
     def update_draft_decode_metadata(self, metadata: DeepseekSparseSWAMetadata) -> None:
         """Derive a decode-only metadata object again after the engine advanced its lengths, slots or table in place.
@@ -174,7 +194,7 @@ class DeepseekSparseSWAMetadataBuilder:
             )
         self._generation += 1
         if step.num_tokens:
-            self.backend.operations.build(step)
+            self._build_indices(step)
         for one in (metadata, *metadata.groups.values()):
             one.generation = self._generation
             one.plans = self._plans(one.num_decode_tokens)
@@ -217,91 +237,25 @@ class DeepseekSparseSWAMetadataBuilder:
                 fix="Build prefills and longer extends in a causal step of their own.",
             )
 
-    def _group_inputs(self, batch: CommonAttentionMetadata, groups: GroupInputs | None) -> GroupInputs:
-        inputs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
-            MAIN_GROUP: (batch.block_table_tensor, batch.slot_mapping)
-        }
+    def _group_inputs(self, batch: CommonAttentionMetadata, groups: GroupInputs | None) -> StepInputs:
+        """(block table, slot mapping) of every group, in the order of the buffers."""
+        inputs = [(batch.block_table_tensor, batch.slot_mapping)]
         given = groups or {}
-        expected = {g.name for g in (*self._swa_groups[1:], *self._compressed_groups)}
-        if set(given) != expected:
+        further = self._buffers.groups[1:]
+        if len(given) != len(further) or any(pages.name not in given for pages in further):
             raise BatchError(
                 "groups",
                 found=sorted(given),
-                legal=sorted(expected),
+                legal=sorted(pages.name for pages in further),
                 fix="Pass (block_table, slot_mapping) for exactly the groups that the builder was constructed with.",
             )
-        for name, pair in given.items():
-            table, slots = pair
+        for pages in further:
+            name = pages.name
+            table, slots = given[name]
             check_tensor(f"groups[{name!r}] block table", table, torch.int32, (batch.num_reqs, -1), self.device)
             check_tensor(f"groups[{name!r}] slot mapping", slots, torch.int64, (batch.num_actual_tokens,), self.device)
-            inputs[name] = (table, slots)
-        return inputs
-
-    def _step(self, batch: CommonAttentionMetadata, split: Split, inputs: GroupInputs) -> BuildStep:
-        num_tokens = split.num_decode_tokens + split.num_prefill_tokens
-        shared = self._step_buffers
-        spans = self._spans(batch, split)
-        return BuildStep(
-            query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
-            replay_start=batch.replay_start,
-            spans=spans,
-            num_reqs=batch.num_reqs,
-            num_tokens=num_tokens,
-            num_decodes=split.num_decodes,
-            num_decode_tokens=split.num_decode_tokens,
-            window=self.config.model.window_size,
-            max_image_tokens=self.config.max_image_tokens,
-            causal=batch.causal,
-            token_to_req=shared.token_to_req[:num_tokens],
-            left_visible=_rows(shared.left_visible, num_tokens) if spans is not None else None,
-            right_visible=_rows(shared.right_visible, num_tokens) if spans is not None else None,
-            prefill_gather_lens=shared.prefill_gather_lens[: split.num_prefills] if split.num_prefills else None,
-            swa=tuple(
-                self._swa_step(group, buffers, inputs[group.name], split, causal=batch.causal)
-                for group, buffers in zip(self._swa_groups, self._swa_buffers, strict=True)
-            ),
-            compressed=tuple(
-                CompressedGroupStep(
-                    block_table=inputs[group.name][0],
-                    slot_mapping=inputs[group.name][1][:num_tokens],
-                    ratio=group.ratio,
-                    entries_per_page=group.entries_per_page,
-                    num_pages=self._num_pages[group.name],
-                    compressed_slot_mapping=buffers.slot_mapping[:num_tokens],
-                    rows=_rows(buffers.rows, num_tokens),
-                    lens=_rows(buffers.lens, num_tokens),
-                )
-                for group, buffers in zip(self._compressed_groups, self._compressed_buffers, strict=True)
-            ),
-        )
-
-    def _swa_step(
-        self,
-        group: SwaGroup,
-        buffers: SwaGroupBuffers,
-        inputs: tuple[torch.Tensor, torch.Tensor],
-        split: Split,
-        *,
-        causal: bool,
-    ) -> SwaGroupStep:
-        decode, prefill = split.num_decode_tokens, split.num_prefill_tokens
-        decode_indices = buffers.decode_indices
-        if not causal and buffers.noncausal_indices is not None:
-            decode_indices = buffers.noncausal_indices
-        return SwaGroupStep(
-            block_table=inputs[0],
-            slot_mapping=inputs[1][: decode + prefill],
-            page_tokens=group.page_tokens or self.block_size,
-            num_pages=self._num_pages[group.name],
-            is_valid_token=buffers.is_valid_token[: decode + prefill],
-            decode_indices=decode_indices[:decode],
-            decode_lens=buffers.decode_lens,
-            prefill_indices=buffers.prefill_indices[:prefill] if split.num_prefills else None,
-            prefill_lens=buffers.prefill_lens[:prefill] if split.num_prefills else None,
-            decode_ragged=buffers.decode_ragged,
-            prefill_ragged=buffers.prefill_ragged,
-        )
+            inputs.append((table, slots))
+        return tuple(inputs)
 
     def _spans(self, batch: CommonAttentionMetadata, split: Split) -> torch.Tensor | None:
         """This step's spans on the device, or None when no prefill request has one that matters."""
@@ -340,105 +294,38 @@ class DeepseekSparseSWAMetadataBuilder:
             return NO_PLANS
         return {**NO_PLANS, **self.backend.scheduler.fresh_plans(self._present_types)}
 
-    def _metadata(self, batch: CommonAttentionMetadata, split: Split, step: BuildStep) -> DeepseekSparseSWAMetadata:
-        config = self.config
-        common: dict[str, Any] = {
-            "seq_lens": batch.seq_lens,
-            "query_start_loc": batch.query_start_loc,
-            "query_start_loc_cpu": batch.query_start_loc_cpu,
-            "token_to_req_indices": step.token_to_req,
-            "window_size": config.model.window_size,
-            "causal": batch.causal,
-            **split._asdict(),
-            "max_decode_query_len": min(batch.max_query_len, self.decode_threshold),
-            "replay_start": (
-                batch.replay_start if batch.replay_start is not None else self._step_buffers.no_replay[: batch.num_reqs]
-            ),
-            "provider": self.provider,
-            "shape": self.shape,
-            "validate": config.validate,
-            "prefill_left_visible": step.left_visible,
-            "prefill_right_visible": step.right_visible,
-            "generation": self._generation,
-            "step": step,
-        }
+    def _run(self, batch: CommonAttentionMetadata, split: Split, inputs: StepInputs) -> DeepseekSparseSWAMetadata:
+        step = BuildStep(
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.replay_start,
+            self._spans(batch, split),
+            inputs,
+            batch.num_reqs,
+            split.num_decode_tokens + split.num_prefill_tokens,
+            split.num_decodes,
+            split.num_decode_tokens,
+            batch.max_query_len,
+            batch.causal,
+        )
+        if step.num_tokens:
+            self._build_indices(step)
+        self._generation += 1
+        prefill = None
         if split.num_prefills:
-            seq_lens_cpu, query_lens_cpu, replay_cpu = self._prefill_host_lens(batch, split)
-            common |= {
-                "prefill_seq_lens": batch.seq_lens[split.num_decodes :],
-                "prefill_seq_lens_cpu": seq_lens_cpu,
-                "prefill_query_lens_cpu": query_lens_cpu,
-                "prefill_gather_lens": step.prefill_gather_lens,
-                "prefill_replay_start_cpu": replay_cpu,
-                "prefill_window_size": config.model.window_size,
-                "prefill_max_model_len": config.scheduler.max_model_len,
-                "prefill_max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
-            }
-        main, *others = (self._swa_metadata(group, common, split) for group in step.swa)
-        main.compressed = {
-            group.name: CompressedGroupMetadata(
-                name=group.name,
-                ratio=group.ratio,
-                block_table=built.block_table,
-                page_tokens=group.page_tokens,
-                entries_per_page=group.entries_per_page,
-                compressed_slot_mapping=built.compressed_slot_mapping,
-                rows=built.rows,
-                lens=built.lens,
-            )
-            for group, built in zip(self._compressed_groups, step.compressed, strict=True)
-        }
-        main.groups = {group.name: one for group, one in zip(self._swa_groups[1:], others, strict=True)}
-        return main
-
-    def _swa_metadata(self, group: SwaGroupStep, common: dict[str, Any], split: Split) -> DeepseekSparseSWAMetadata:
-        decode = split.num_decode_tokens
-        decode_ragged = _handed_out(group.decode_ragged, decode, group.decode_indices.shape[1])
-        prefill_ragged = (None, None)
-        if group.prefill_indices is not None:
-            prefill_ragged = _handed_out(group.prefill_ragged, *group.prefill_indices.shape)
-        return DeepseekSparseSWAMetadata(
-            block_table=group.block_table,
-            slot_mapping=group.slot_mapping,
-            block_size=group.page_tokens,
-            is_valid_token=group.is_valid_token,
-            decode_swa_indices=group.decode_indices.unsqueeze(1),
-            decode_swa_lens=group.decode_lens[:decode],
-            decode_swa_width=group.decode_indices.shape[1],
-            prefill_swa_indices=None if group.prefill_indices is None else group.prefill_indices.unsqueeze(1),
-            prefill_swa_lens=group.prefill_lens,
-            decode_swa_ragged_indices=decode_ragged[0],
-            decode_swa_ragged_indptr=decode_ragged[1],
-            prefill_swa_ragged_indices=prefill_ragged[0],
-            prefill_swa_ragged_indptr=prefill_ragged[1],
-            plans=self._plans(decode),
-            **common,
+            seq_lens, query_lens, replay_start = self._prefill_host_lens(batch, split)
+            prefill = PrefillHostLens(seq_lens, query_lens, replay_start)
+        return assemble(
+            batch,
+            split,
+            step,
+            self._views,
+            prefill,
+            self.config,
+            provider=self.provider,
+            plans=lambda: self._plans(split.num_decode_tokens),
+            generation=self._generation,
         )
-
-
-def _rows(buffer: torch.Tensor | None, rows: int) -> torch.Tensor | None:
-    return None if buffer is None else buffer[:rows]
-
-
-def _handed_out(ragged: RaggedRows | None, rows: int, width: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Views that span every entry the rows could have; how many there are is only known on the device."""
-    if ragged is None:
-        return None, None
-    return ragged.indices[: rows * width], ragged.indptr[: rows + 1]
-
-
-def _page_limit(group: str, num_pages: int | None, page_entries: int) -> int:
-    """Pages of a group, or the most that leave every slot in int32."""
-    if num_pages is None:
-        return (MAX_SLOTS - 1) // page_entries
-    if not isinstance(num_pages, int) or num_pages < 0 or num_pages * page_entries >= MAX_SLOTS:
-        raise BatchError(
-            f"num_pages of group {group!r}",
-            found=f"{num_pages} pages of {page_entries} entries",
-            legal=f"an int >= 0, fewer than {MAX_SLOTS} slots in all",
-            fix="Split the cache: slots are int32 indices on the device.",
-        )
-    return num_pages
 
 
 def _check_names(names: list[str]) -> None:

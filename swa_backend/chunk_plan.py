@@ -48,8 +48,13 @@ def workspace_rows(
 
 
 def plan_prefill_chunks(
-    query_lens: Sequence[int], seq_lens: Sequence[int], gather_lens: Sequence[int], ratio: int, budget_rows: int,
-    *, has_compressed: bool,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    gather_lens: Sequence[int],
+    ratio: int,
+    budget_rows: int,
+    *,
+    has_compressed: bool,
 ) -> list[PrefillChunk]:
     """Group consecutive requests while requests * (longest compressed part + longest gather) stays within the budget.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
+    from swa_backend.buffers import IndexBuffers
     from swa_backend.pages import PageView
     from swa_backend.step import BuildStep
 
@@ -18,8 +20,11 @@ class Operations(Protocol):
     device, and none allocates device memory that outlives the call.
     """
 
-    def build(self, step: BuildStep) -> None:
-        """Fill every output buffer of ``step``."""
+    def prepare_build(self, buffers: IndexBuffers) -> Callable[[BuildStep], None]:
+        """What a builder calls once a step to fill its buffers; made once, so that a step costs the host little.
+
+        A step without tokens is never passed. Page counts of ``buffers.groups`` may change between calls.
+        """
 
     def write_kv(self, k: torch.Tensor, pages: PageView, slot_mapping: torch.Tensor) -> None:
         """Quantise ``k`` [>= T, 512] bf16 and store row t at ``slot_mapping[t]``; a negative slot stores nothing."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from swa_backend.batch import CommonAttentionMetadata
+from swa_backend.buffers import GroupPages
 from swa_backend.errors import ValidationError
-from swa_backend.groups import CompressedGroup, SwaGroup
 from swa_backend.split import Split
 
 if TYPE_CHECKING:
@@ -20,10 +20,8 @@ def validate_batch(
     batch: CommonAttentionMetadata,
     split: Split,
     config: BackendConfig,
-    swa_groups: Sequence[SwaGroup],
-    compressed_groups: Sequence[CompressedGroup],
-    inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-    num_pages: Mapping[str, int],
+    groups: Sequence[GroupPages],
+    inputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
     null_page: int | None,
 ) -> None:
     """Check every value that a build relies on.
@@ -43,30 +41,49 @@ def validate_batch(
     _first(starts != host, "query_start_loc_cpu", host, "the values of query_start_loc", "Copy one from the other.")
     if int(query_lens.max()) > batch.max_query_len:
         _refuse("max_query_len", batch.max_query_len, f">= {int(query_lens.max())}", "Pass the batch's maximum.")
-    _first(seq_lens < query_lens, "seq_lens", seq_lens, "at least the query length",
-           "Count this step's tokens in the context length.")
-    _first(seq_lens > batch.max_seq_len, "seq_lens", seq_lens, f"at most max_seq_len = {batch.max_seq_len}",
-           "Pass the batch's maximum as max_seq_len.")
+    _first(
+        seq_lens < query_lens,
+        "seq_lens",
+        seq_lens,
+        "at least the query length",
+        "Count this step's tokens in the context length.",
+    )
+    _first(
+        seq_lens > batch.max_seq_len,
+        "seq_lens",
+        seq_lens,
+        f"at most max_seq_len = {batch.max_seq_len}",
+        "Pass the batch's maximum as max_seq_len.",
+    )
     upper = batch.seq_lens_cpu_upper_bound
     if upper is not None:
         _first(upper < seq_lens, "seq_lens_cpu_upper_bound", upper, "at least seq_lens", "Pass an upper bound.")
         first = split.num_decodes
-        _first(upper[first:] != seq_lens[first:], "seq_lens_cpu_upper_bound", upper[first:],
-               "exactly seq_lens for prefills", "Prefill lengths are known on the host: pass them.", first)
+        _first(
+            upper[first:] != seq_lens[first:],
+            "seq_lens_cpu_upper_bound",
+            upper[first:],
+            "exactly seq_lens for prefills",
+            "Prefill lengths are known on the host: pass them.",
+            first,
+        )
     if batch.replay_start is not None:
         replay, prefix = batch.replay_start.cpu(), seq_lens - query_lens
-        _first((replay < 0) | (replay > prefix), "replay_start", replay, "0 to the prefix length",
-               "Replay begins inside the prefix.")
-    _validate_tables(batch, config, swa_groups, compressed_groups, inputs, num_pages, null_page, starts, seq_lens)
+        _first(
+            (replay < 0) | (replay > prefix),
+            "replay_start",
+            replay,
+            "0 to the prefix length",
+            "Replay begins inside the prefix.",
+        )
+    _validate_tables(batch, config, groups, inputs, null_page, starts, seq_lens)
 
 
 def _validate_tables(
     batch: CommonAttentionMetadata,
     config: BackendConfig,
-    swa_groups: Sequence[SwaGroup],
-    compressed_groups: Sequence[CompressedGroup],
-    inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-    num_pages: Mapping[str, int],
+    groups: Sequence[GroupPages],
+    inputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
     null_page: int | None,
     starts: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -77,32 +94,61 @@ def _validate_tables(
     replay = torch.zeros_like(seq_lens) if batch.replay_start is None else batch.replay_start.cpu()
     oldest = seq_lens - query_lens - (config.model.window_size - (1 if batch.causal else 0))
     oldest = torch.maximum(oldest, replay).clamp(min=0)
-    pages = [(g.name, g.page_tokens or 0, oldest, seq_lens) for g in swa_groups]
-    pages += [(g.name, g.entries_per_page, torch.zeros_like(seq_lens), seq_lens // g.ratio) for g in compressed_groups]
-    for name, entries, begin, end in pages:
-        table, slots = (tensor.cpu() for tensor in inputs[name])
-        limit = num_pages[name] * entries
-        if any(g.name == name for g in swa_groups):
-            _first(slots >= limit, f"slot_mapping of {name}", slots, f"below {limit} slots", "Map tokens into the cache.",
-                   what="token")
-        _first(slots[mapped:] >= 0, f"slot_mapping of {name}", slots[mapped:], "-1 for padding",
-               "Give tokens past query_start_loc[-1] the slot -1.", mapped, what="token")
+    for pages, given in zip(groups, inputs, strict=True):
+        name, entries = pages.name, pages.page_entries
+        begin, end = (torch.zeros_like(seq_lens), seq_lens // pages.ratio) if pages.ratio else (oldest, seq_lens)
+        table, slots = (tensor.cpu() for tensor in given)
+        limit = pages.num_pages * entries
+        if not pages.ratio:
+            _first(
+                slots >= limit,
+                f"slot_mapping of {name}",
+                slots,
+                f"below {limit} slots",
+                "Map tokens into the cache.",
+                what="token",
+            )
+        _first(
+            slots[mapped:] >= 0,
+            f"slot_mapping of {name}",
+            slots[mapped:],
+            "-1 for padding",
+            "Give tokens past query_start_loc[-1] the slot -1.",
+            mapped,
+            what="token",
+        )
         for request in range(batch.num_reqs):
             tokens = slice(int(starts[request]), int(starts[request + 1]))
             if not bool((slots[tokens] >= 0).any()):
                 continue
             first, last = int(begin[request]) // entries, -(-int(end[request]) // entries)
             if last > table.shape[1]:
-                _refuse(f"block table of {name}, request {request}", f"{table.shape[1]} columns", f"at least {last}",
-                        "Pass as many columns as the context has pages.")
+                _refuse(
+                    f"block table of {name}, request {request}",
+                    f"{table.shape[1]} columns",
+                    f"at least {last}",
+                    "Pass as many columns as the context has pages.",
+                )
             live = table[request, first:last]
-            _first((live < 0) | (live >= num_pages[name]), f"block table of {name}, request {request}", live,
-                   f"page numbers from 0 to {num_pages[name] - 1}", "Keep every page in the live window allocated.",
-                   first, what="column")
+            _first(
+                (live < 0) | (live >= pages.num_pages),
+                f"block table of {name}, request {request}",
+                live,
+                f"page numbers from 0 to {pages.num_pages - 1}",
+                "Keep every page in the live window allocated.",
+                first,
+                what="column",
+            )
             if null_page is not None:
-                _first(live == null_page, f"block table of {name}, request {request}", live,
-                       f"no null page {null_page} in the live window", "Keep every page in the window allocated.",
-                       first, what="column")
+                _first(
+                    live == null_page,
+                    f"block table of {name}, request {request}",
+                    live,
+                    f"no null page {null_page} in the live window",
+                    "Keep every page in the window allocated.",
+                    first,
+                    what="column",
+                )
 
 
 def _first(

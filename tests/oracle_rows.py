@@ -58,10 +58,13 @@ def rows_of(
             if is_prefill and max_image_tokens and valid:
                 for first, last in (spans or {}).get(request, ()):
                     if first <= position <= last:
-                        left, right = min(position - first, max_image_tokens - 1), min(last - position, max_image_tokens)
+                        left, right = (
+                            min(position - first, max_image_tokens - 1),
+                            min(last - position, max_image_tokens),
+                        )
             if causal:
                 sees = []
-                for other in range(0, seq):
+                for other in range(seq):
                     behind = position - other
                     if behind >= 0:
                         near = behind < window or behind <= left
@@ -71,7 +74,7 @@ def rows_of(
                     if near and kept:
                         sees.append(other)
             else:
-                sees = [other for other in range(0, seq) if other >= prefix - window]
+                sees = [other for other in range(seq) if other >= prefix - window]
             row = [slot_of(tables[request], other, page_tokens, num_pages) for other in sees] if valid else []
             result.append(TokenRow(valid, request, position, row, left, right))
             token += 1

@@ -66,7 +66,12 @@ def make_config(
 
 
 def make_builder(
-    config: BackendConfig, *, backend: Backend | None = None, ragged: bool = False, device: str | None = None, **options: Any
+    config: BackendConfig,
+    *,
+    backend: Backend | None = None,
+    ragged: bool = False,
+    device: str | None = None,
+    **options: Any,
 ) -> DeepseekSparseSWAMetadataBuilder:
     """A builder of ``backend`` (the CPU platform by default), with ragged rows if asked for."""
     backend = backend or get_backend("cpu")
@@ -120,7 +125,7 @@ class Batch:
         slots = self.slot_mapping()
         return CommonAttentionMetadata(
             query_start_loc=starts.to(device),
-            query_start_loc_cpu=starts,
+            query_start_loc_cpu=starts.clone(),  # on the CPU too, host copies are tensors of their own
             seq_lens=seq_lens.to(device),
             num_reqs=len(self.queries),
             num_actual_tokens=len(slots),
@@ -128,7 +133,7 @@ class Batch:
             max_seq_len=max(self.seqs, default=0),
             block_table_tensor=self.block_table().to(device),
             slot_mapping=slots.to(device),
-            seq_lens_cpu_upper_bound=seq_lens,
+            seq_lens_cpu_upper_bound=seq_lens.clone(),
             causal=self.causal,
             mm_req_doc_ranges=self.spans,
             replay_start=None if self.replay is None else torch.tensor(self.replay, dtype=torch.int32).to(device),
@@ -175,7 +180,7 @@ class GoldenCase:
         queries = (starts[1:] - starts[:-1]).tolist()
         return CommonAttentionMetadata(
             query_start_loc=starts.to(device),
-            query_start_loc_cpu=starts,
+            query_start_loc_cpu=starts.clone(),
             seq_lens=seq_lens.to(device),
             num_reqs=len(queries),
             num_actual_tokens=self["inputs/num_actual_tokens"],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -94,7 +92,11 @@ def test_every_query_token_once_and_never_past_the_budget(
     seqs = [q + prefix for q, prefix in requests]
     gathers = [q + min(prefix, window - 1) for q, prefix in requests]
     budget = workspace_rows(
-        ratio, chunk_size, has_compressed=has_compressed, window=window, max_model_len=600,
+        ratio,
+        chunk_size,
+        has_compressed=has_compressed,
+        window=window,
+        max_model_len=600,
         max_num_batched_tokens=64,
     )
     plan = plan_prefill_chunks(queries, seqs, gathers, ratio, budget, has_compressed=has_compressed)
@@ -105,14 +107,14 @@ def test_every_query_token_once_and_never_past_the_budget(
         assert chunk.compressed == max(seqs[r] // ratio for r in members) * has_compressed
         assert chunk.width == chunk.compressed + max(gathers[r] for r in members)
         assert len(members) * chunk.width <= budget
-    for before, after in zip(plan, plan[1:], strict=False):  # chunks are as large as they can be
+    for before, after in itertools.pairwise(plan):  # chunks are as large as they can be
         if before.end == after.first:
             members = range(before.first, after.first + 1)
             grown = max(seqs[r] // ratio for r in members) * has_compressed + max(gathers[r] for r in members)
             assert len(members) * grown > budget
 
 
-def test_plan_needs_host_lengths_only(monkeypatch: Any) -> None:
+def test_plan_needs_host_lengths_only() -> None:
     """The same plan whatever the device copy says: it is made on the host."""
     batch = Batch([50], [500]).metadata()
     metadata = make_builder(make_config()).build(0, batch)

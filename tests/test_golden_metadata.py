@@ -9,13 +9,27 @@ import torch
 
 from tests.support import GoldenCase, golden_cases, load_golden, make_builder
 
-SAME = (
-    "is_valid_token token_to_req_indices decode_swa_indices decode_swa_lens prefill_swa_indices prefill_swa_lens "
-    "prefill_seq_lens prefill_seq_lens_cpu prefill_gather_lens prefill_query_lens_cpu"
-).split()
-SCALARS = (
-    "decode_swa_width num_decodes num_prefills num_decode_tokens num_prefill_tokens max_decode_query_len block_size"
-).split()
+SAME = [
+    "is_valid_token",
+    "token_to_req_indices",
+    "decode_swa_indices",
+    "decode_swa_lens",
+    "prefill_swa_indices",
+    "prefill_swa_lens",
+    "prefill_seq_lens",
+    "prefill_seq_lens_cpu",
+    "prefill_gather_lens",
+    "prefill_query_lens_cpu",
+]
+SCALARS = [
+    "decode_swa_width",
+    "num_decodes",
+    "num_prefills",
+    "num_decode_tokens",
+    "num_prefill_tokens",
+    "max_decode_query_len",
+    "block_size",
+]
 CASES = golden_cases("metadata")
 
 

@@ -44,7 +44,10 @@ def test_s1_thresholds_with_and_without_parallel_drafting(
     assert config.decode_threshold == threshold
     metadata = make_builder(config).build(0, Batch(queries, [q + 20 for q in queries]).metadata())
     found = (
-        metadata.num_decodes, metadata.num_prefills, metadata.num_decode_tokens, metadata.num_prefill_tokens,
+        metadata.num_decodes,
+        metadata.num_prefills,
+        metadata.num_decode_tokens,
+        metadata.num_prefill_tokens,
     )
     assert found == expected
 
@@ -102,15 +105,23 @@ def slow_split(queries: list[int], tokens: int, threshold: int, uniform: bool, s
 
 
 @given(
-    queries=st.lists(st.integers(0, 9), max_size=8), threshold=st.integers(1, 8), padding=st.integers(0, 3),
-    uniform=st.booleans(), short=st.booleans(), data=st.data(),
+    queries=st.lists(st.integers(0, 9), max_size=8),
+    threshold=st.integers(1, 8),
+    padding=st.integers(0, 3),
+    uniform=st.booleans(),
+    short=st.booleans(),
+    data=st.data(),
 )
 def test_split_equals_the_slow_rule(
     queries: list[int], threshold: int, padding: int, uniform: bool, short: bool, data: Any
 ) -> None:
     pre = data.draw(st.lists(st.booleans(), min_size=len(queries), max_size=len(queries)))
     found = split(
-        queries, threshold, padding, require_uniform=uniform, treat_short_extends_as_decodes=short,
+        queries,
+        threshold,
+        padding,
+        require_uniform=uniform,
+        treat_short_extends_as_decodes=short,
         is_prefilling=torch.tensor(pre, dtype=torch.bool),
     )
     assert found == slow_split(queries, sum(queries) + padding, threshold, uniform, short, pre)

@@ -14,6 +14,8 @@ words they publish carry the number of the launch, so that nothing has to be cle
 The engine's tables and slots of up to eight groups come as addresses: one kernel serves any number of groups, and
 a group's outputs lie ``capacity`` rows behind those of the group before it.
 """
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
+from swa_backend.buffers import IndexBuffers
 from swa_backend.pages import PageView
 from swa_backend.reference import codec, rows, topk
 from swa_backend.step import BuildStep
@@ -12,8 +16,8 @@ from swa_backend.step import BuildStep
 class ReferenceOperations:
     """`swa_backend.operations.Operations` in plain PyTorch, on any device."""
 
-    def build(self, step: BuildStep) -> None:
-        rows.build(step)
+    def prepare_build(self, buffers: IndexBuffers) -> Callable[[BuildStep], None]:
+        return partial(rows.build, buffers)
 
     def write_kv(self, k: torch.Tensor, pages: PageView, slot_mapping: torch.Tensor) -> None:
         codec.write_kv(k, pages, slot_mapping)
@@ -43,6 +47,14 @@ class ReferenceOperations:
         out_lens: torch.Tensor,
     ) -> None:
         topk.map_topk(
-            local, token_to_req, positions, block_table, entries_per_page, is_valid, ratio, num_pages, out_slots,
+            local,
+            token_to_req,
+            positions,
+            block_table,
+            entries_per_page,
+            is_valid,
+            ratio,
+            num_pages,
+            out_slots,
             out_lens,
         )
