@@ -66,10 +66,7 @@ def rows_of(
                 sees = []
                 for other in range(seq):
                     behind = position - other
-                    if behind >= 0:
-                        near = behind < window or behind <= left
-                    else:
-                        near = -behind <= right
+                    near = -right <= behind <= max(window - 1, left)
                     kept = other >= start_of_replay and (not is_prefill or other >= seq - gather)
                     if near and kept:
                         sees.append(other)

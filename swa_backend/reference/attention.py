@@ -1,7 +1,8 @@
 """Sparse attention over paged caches in plain PyTorch: the CPU platform's engine and the meaning of every kernel.
 
-The softmax runs online over blocks of `_KEYS` entries, and each block of each token is one matrix of a batched product
-of fixed size. So a token's result depends neither on its neighbours nor on how wide their rows are.
+Tokens go in chunks that share their dequantised keys, and a chunk in tiles. The softmax of a tile runs online over
+blocks of `_KEYS` entries, and each block of each token is one matrix of a batched product of fixed size. So a token's
+result depends neither on its neighbours nor on how wide their rows are.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from swa_backend.reference.codec import dequantise_slots
 if TYPE_CHECKING:
     from swa_backend.pages import PageView
 
-_TOKENS = 128  # tokens whose shared keys are dequantised once
-_SPAN = 1024  # entries of a row looked at together
-_TILE = 16  # tokens in one batched product
+_TOKENS = 128  # most tokens of a chunk
+_ENTRIES = _TOKENS * 1024  # entries of a chunk, in all its rows; wide rows make it shorter
+_TILE = 16  # tokens in one batched product; their state stays in the processor's cache
 _KEYS = 128  # entries in one batched product
 _HEADS = 8  # heads are padded to a multiple: with other numbers a product alone is split otherwise than one in a batch
 _TABLE_ROWS = _TOKENS * _KEYS  # most keys held dequantised: 32 MiB
@@ -63,100 +64,116 @@ def sparse_attention(
         out: [n, h, 512] bf16, written; float32 keeps what would be rounded.
         lse: [n, h] float32, written unless None.
     """
-    for first in range(0, q.shape[0], _TOKENS):
-        tokens = slice(first, min(first + _TOKENS, q.shape[0]))
-        softmax = _OnlineSoftmax(q[tokens], scale)
-        for segment in segments:
-            for slots in _live_slots(segment, tokens):
-                for block, table, index in _key_tables(segment.view, slots):
-                    softmax.add(block, table, index)
-        softmax.finish(attn_sink, out[tokens], None if lse is None else lse[tokens])
+    live = [_cut(segment) for segment in segments]
+    width = sum(segment.rows.shape[1] for segment in live)
+    chunk = max(_TILE, min(_TOKENS, _ENTRIES // max(width, 1) // _TILE * _TILE))
+    softmax = _OnlineSoftmax(q, attn_sink, scale)
+    buffer = q.new_empty((_TILE * _KEYS, q.shape[2]), dtype=torch.float32)
+    for first in range(0, q.shape[0], chunk):
+        last = min(first + chunk, q.shape[0])
+        keys = [_Keys(segment, slice(first, last), buffer) for segment in live]
+        for start in range(first, last, _TILE):
+            tile = slice(start, min(start + _TILE, last))
+            softmax.begin(q[tile])
+            for one in keys:
+                for counts, block in one.blocks(tile.start - first, tile.stop - first):
+                    softmax.add(counts, block)
+            softmax.finish(out[tile], None if lse is None else lse[tile])
 
 
-def _live_slots(segment: Segment, tokens: slice) -> Iterator[torch.Tensor]:
-    """Slots of the tokens as [n, a multiple of _KEYS] int32, -1 where no entry counts, in spans of the row."""
-    rows = segment.rows[tokens]
-    width = rows.shape[1]
-    lens = segment.lens[tokens].clamp(0, width)
-    live = int(lens.max())
-    for first in range(0, live, _SPAN):
-        last = min(first + _SPAN, width, live)
-        part = rows[:, first:last]
-        column = torch.arange(first, last, device=rows.device)
-        counts = (column < lens[:, None]) & (part >= 0) & (part < segment.view.num_slots)
-        slots = part.new_full((part.shape[0], ceil_to(last - first, _KEYS)), -1)
-        slots[:, : last - first] = torch.where(counts, part, -1)
-        yield slots
+def _cut(segment: Segment) -> Segment:
+    """The segment without the columns that no row counts, and without lengths that its rows do not have."""
+    lens = segment.lens.clamp(0, segment.rows.shape[1])
+    return Segment(segment.view, segment.rows[:, : int(lens.max()) if lens.numel() else 0], lens)
 
 
-def _key_tables(view: PageView, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(slots [n, w], keys [u, 512] float32, index of each slot's key [n, w]); the slot -1 has a key of zeros.
+class _Keys:
+    """The keys that a chunk of tokens sees in one cache.
 
-    Neighbouring prefill tokens share nearly all their keys, so each is dequantised once; rows that share too little
-    are served block by block.
+    Neighbouring prefill tokens share nearly all their keys, so each is dequantised once, to a table; where the tokens
+    share too little for that, block by block.
     """
-    unique, index = torch.unique(slots, return_inverse=True)
-    if unique.numel() <= _TABLE_ROWS or slots.shape[1] <= _KEYS:
-        yield slots, dequantise_slots(view, unique.long()), index
-        return
-    for block in torch.split(slots, _KEYS, dim=1):
-        yield from _key_tables(view, block)
+
+    def __init__(self, segment: Segment, tokens: slice, buffer: torch.Tensor) -> None:
+        self._view = segment.view
+        self._buffer = buffer  # [_TILE * _KEYS, 512] float32
+        rows, lens = segment.rows[tokens], segment.lens[tokens]
+        width = rows.shape[1]
+        column = torch.arange(width, device=rows.device)
+        counts = (column < lens[:, None]) & (rows >= 0) & (rows < segment.view.num_slots)
+        # -1, where no entry counts, reads as a key of zeros.
+        self._slots = rows.new_full((rows.shape[0], ceil_to(width, _KEYS)), -1)
+        self._slots[:, :width] = torch.where(counts, rows, -1)
+        unique, index = torch.unique(self._slots, return_inverse=True)
+        self._table = dequantise_slots(self._view, unique) if unique.numel() <= _TABLE_ROWS else None
+        self._index = index
+
+    def blocks(self, first: int, last: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(which entries count [n, _KEYS], keys [n, _KEYS, 512] float32) of the chunk's tokens ``first .. last - 1``.
+
+        A block that holds nothing would change nothing, bit for bit, and is left out.
+        """
+        for left in range(0, self._slots.shape[1], _KEYS):
+            block = slice(left, left + _KEYS)
+            slots = self._slots[first:last, block]
+            counts = slots >= 0
+            if not counts.any():
+                continue
+            if self._table is None:
+                yield counts, dequantise_slots(self._view, slots)
+            else:
+                keys = self._buffer[: slots.numel()]
+                torch.index_select(self._table, 0, self._index[first:last, block].flatten(), out=keys)
+                yield counts, keys.view(*slots.shape, -1)
 
 
 class _OnlineSoftmax:
-    """Running maximum, sum and weighted sum of the keys of n tokens."""
+    """Running maximum, sum and weighted sum of the keys of a tile of tokens, in buffers that all tiles share."""
 
-    def __init__(self, q: torch.Tensor, scale: float) -> None:
-        tokens, self._heads, dim = q.shape
-        heads = ceil_to(self._heads, _HEADS)
+    def __init__(self, q: torch.Tensor, attn_sink: torch.Tensor, scale: float) -> None:
+        heads, dim = q.shape[1:]
+        self._heads = heads
+        self._sink = attn_sink
         self._scale = scale
-        self._q = q.new_zeros((tokens, heads, dim), dtype=torch.float32)
+        padded = ceil_to(heads, _HEADS)
+        self._q_buffer = q.new_zeros((_TILE, padded, dim), dtype=torch.float32)
+        self._acc_buffer = torch.empty_like(self._q_buffer)
+        self._scores_buffer = self._q_buffer.new_empty((_TILE, padded, _KEYS))
+
+    def begin(self, q: torch.Tensor) -> None:
+        """Start with the queries [n, h, 512] of up to `_TILE` tokens, and no entry."""
+        tokens = q.shape[0]
+        self._q, self._acc = self._q_buffer[:tokens], self._acc_buffer[:tokens]
         self._q[:, : self._heads] = q
-        self._peak = self._q.new_full((tokens, heads), -torch.inf)
-        self._sum = self._q.new_zeros((tokens, heads))
-        self._acc = self._q.new_zeros((tokens, heads, dim))
+        self._acc.zero_()
+        self._scores = self._scores_buffer[:tokens]
+        self._peak = self._q.new_full(self._q.shape[:2], -torch.inf)
+        self._sum = torch.zeros_like(self._peak)
         self._seen = torch.zeros(tokens, dtype=torch.bool, device=q.device)
-        self._keys = self._q.new_empty((_TILE * _KEYS, dim))
-        self._scores = self._q.new_empty((_TILE, heads, _KEYS))
 
-    def add(self, slots: torch.Tensor, table: torch.Tensor, index: torch.Tensor) -> None:
-        """Take in the entries [n, a multiple of _KEYS] whose slot is not negative."""
-        counts = slots >= 0
+    def add(self, counts: torch.Tensor, keys: torch.Tensor) -> None:
+        """Take in the entries that count, of [n, _KEYS], with their keys [n, _KEYS, 512]."""
         self._seen |= counts.any(dim=1)
-        tokens, width = slots.shape
-        for first in range(0, tokens, _TILE):
-            tile = slice(first, min(first + _TILE, tokens))
-            for left in range(0, width, _KEYS):
-                block = slice(left, left + _KEYS)
-                # A block that holds nothing would change nothing, bit for bit.
-                if counts[tile, block].any():
-                    self._add_block(tile, counts[tile, block], table, index[tile, block])
-
-    def _add_block(self, tile: slice, counts: torch.Tensor, table: torch.Tensor, index: torch.Tensor) -> None:
-        tokens = counts.shape[0]
-        keys = self._keys[: tokens * _KEYS]
-        torch.index_select(table, 0, index.flatten(), out=keys)
-        keys = keys.view(tokens, _KEYS, -1)
-        scores = self._scores[:tokens]
-        torch.baddbmm(scores, self._q[tile], keys.mT, beta=0, alpha=self._scale, out=scores)
+        scores = self._scores
+        torch.baddbmm(scores, self._q, keys.mT, beta=0, alpha=self._scale, out=scores)
         if not counts.all():
             # Also takes out what a NaN or an infinity in q made of the zero keys.
             scores.masked_fill_(~counts[:, None], -torch.inf)
-        peak = torch.maximum(self._peak[tile], scores.amax(dim=-1))
+        peak = torch.maximum(self._peak, scores.amax(dim=-1))
         base = peak.masked_fill(peak == -torch.inf, 0.0)
-        decay = (self._peak[tile] - base).exp_()
+        decay = (self._peak - base).exp_()
         weights = scores.sub_(base[..., None]).exp_()
-        self._sum[tile] = self._sum[tile] * decay + weights.sum(dim=-1)
-        self._acc[tile].mul_(decay[..., None]).baddbmm_(weights, keys)
-        self._peak[tile] = peak
+        self._sum.mul_(decay).add_(weights.sum(dim=-1))
+        self._acc.mul_(decay[..., None]).baddbmm_(weights, keys)
+        self._peak = peak
 
-    def finish(self, attn_sink: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    def finish(self, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Write the rows; tokens that saw no entry get 0 and -inf."""
         empty = ~self._seen[:, None]
         peak, total = self._peak[:, : self._heads], self._sum[:, : self._heads]
         base = peak.masked_fill(peak == -torch.inf, 0.0)
         # An infinite denominator is right for a sink of +inf, and for one too large for exp: 0.
-        denominator = total + (attn_sink - base).exp_()
+        denominator = total + (self._sink - base).exp_()
         result = self._acc[:, : self._heads].div_(denominator[..., None])
         out.copy_(result.masked_fill_(empty[..., None], 0.0))
         if lse is not None:
