@@ -323,6 +323,7 @@ class DeepseekSparseSWAMetadataBuilder:
             prefill,
             self.config,
             provider=self.provider,
+            shape=self.shape,
             plans=lambda: self._plans(split.num_decode_tokens),
             generation=self._generation,
         )

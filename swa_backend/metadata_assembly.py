@@ -20,7 +20,7 @@ from swa_backend.step import BuildStep
 if TYPE_CHECKING:
     from swa_backend.config import BackendConfig
     from swa_backend.layer_types import LayerType
-    from swa_backend.provider import AttentionProvider
+    from swa_backend.provider import AttentionProvider, AttentionShape
 
 _REMEMBERED = 1024  # lengths of each kind
 
@@ -113,6 +113,7 @@ def assemble(
     config: BackendConfig,
     *,
     provider: AttentionProvider,
+    shape: AttentionShape,
     plans: Callable[[], Mapping[LayerType, Any]],
     generation: int,
 ) -> DeepseekSparseSWAMetadata:
@@ -147,6 +148,8 @@ def assemble(
             max_decode_query_len=min(batch.max_query_len, config.decode_threshold),
             replay_start=replay_start,
             provider=provider,
+            shape=shape,
+            validate=config.validate,
             plans=plans(),
             decode_swa_ragged_indices=decode.ragged_indices,
             decode_swa_ragged_indptr=decode.ragged_indptr,
