@@ -191,7 +191,7 @@ def _as_declared(kind: Any, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and kind.startswith("*"):
         wanted = POINTED_TO.get(kind[1:])
         return value if wanted is None or value.dtype == wanted else value.view(wanted)
-    if isinstance(value, (bool, int, float)) and not kind.startswith("*") and kind != "constexpr":
+    if isinstance(value, (bool, int, float)) and not kind.startswith("*") and "constexpr" not in kind:
         dtype = tl.str_to_ty(kind, None)
         return tl.tensor(_handle(np.array([value]).astype(interpreter._get_np_dtype(dtype)), dtype), dtype)
     return value
