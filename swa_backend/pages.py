@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swa_backend.cache_layout import HEAD_DIM, SLOT_LIMIT, PageLayout, check_layout
+from swa_backend.cache_layout import SLOT_LIMIT, PageLayout, check_layout
 from swa_backend.errors import CacheError
 
 
@@ -96,16 +96,15 @@ class PageView:
                 legal="a torch.Tensor",
                 fix="Pass what cache.allocate() returned.",
             )
-        rows = _rows(tensor, layout, entries)
-        num_pages = rows.shape[0]
+        stride = _page_stride(tensor, layout, entries)
+        num_pages = tensor.shape[0]
         check_num_slots(num_pages, entries)
         check_scale(scale, layout, tensor.device)
-        stride = _page_stride(rows, layout, entries)
-        offset = rows.storage_offset() * rows.element_size()
+        offset = tensor.storage_offset() * tensor.element_size()
         used = layout.used_bytes(entries)
-        storage = rows.untyped_storage()
+        storage = tensor.untyped_storage()
         needed = offset + (num_pages - 1) * stride + used
-        if storage.nbytes() < needed:
+        if storage.nbytes() < needed:  # memory that was given back under the tensor, as engines do when they sleep
             raise CacheError(
                 "tensor",
                 found=f"a storage of {storage.nbytes()} bytes",
@@ -117,41 +116,38 @@ class PageView:
         return cls(layout, entries, num_pages, data, scale)
 
 
-def _rows(tensor: torch.Tensor, layout: PageLayout, entries: int) -> torch.Tensor:
-    """The tensor as [pages, entries, n], with what a token's row must look like checked."""
+def _page_stride(tensor: torch.Tensor, layout: PageLayout, entries: int) -> int:
+    """Distance between pages in bytes; refuses another dtype or shape, rows or pages that are not where they belong."""
     own = element_dtype(layout)
-    legal = f"uint8 [pages, 1, {entries}, {layout.bytes_per_token}]"
-    if own != torch.uint8:
-        legal = f"{own} [pages, 1, {entries}, {HEAD_DIM}] or {legal}"
     lengths = {torch.uint8: layout.bytes_per_token, own: layout.bytes_per_token // own.itemsize}
-    rows = tensor[:, 0] if tensor.ndim == 4 and tensor.shape[1] == 1 else tensor
-    if rows.ndim != 3 or rows.dtype not in lengths or rows.shape[1:] != (entries, lengths[rows.dtype]):
+    # From shape and strides alone, since a view of memory that is gone could not be made.
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if len(shape) == 4 and shape[1] == 1:
+        shape, strides = (shape[0], *shape[2:]), (strides[0], *strides[2:])
+    row = lengths.get(tensor.dtype)
+    if row is None or len(shape) != 3 or shape[1:] != (entries, row):
+        legal = " or ".join(f"{dtype} [pages, 1, {entries}, {length}]" for dtype, length in lengths.items())
         raise CacheError(
             "tensor",
             found=f"{tensor.dtype} {tuple(tensor.shape)}",
             legal=f"{legal}, with or without the dimension of 1 head",
             fix=f"Allocate a {layout.name} cache with cache.allocate(num_pages, device).",
         )
-    if rows.stride(2) != 1 or (entries > 1 and rows.stride(1) != rows.shape[2]):
+    if strides[2] != 1 or (entries > 1 and strides[1] != row):
         raise CacheError(
             "tensor",
             found=f"strides {tensor.stride()}",
-            legal=f"the rows of a page one after the other: strides (..., {rows.shape[2]}, 1)",
+            legal=f"the rows of a page one after the other: strides (..., {row}, 1)",
             fix="Keep each page in one piece; only the distance between pages is free.",
         )
-    return rows
-
-
-def _page_stride(rows: torch.Tensor, layout: PageLayout, entries: int) -> int:
-    """Distance between pages in bytes, checked to be at least a page."""
     page = layout.page_bytes(entries)
-    if rows.shape[0] == 1:
+    if shape[0] <= 1:
         return page  # the stride of a single page says nothing
-    stride = rows.stride(0) * rows.element_size()
+    stride = strides[0] * tensor.element_size()
     if stride < page:
         raise CacheError(
             "tensor",
-            found=f"pages {stride} bytes apart (strides {rows.stride()})",
+            found=f"pages {stride} bytes apart (strides {tensor.stride()})",
             legal=f">= {page}: {entries} x {layout.bytes_per_token} bytes, rounded up to {layout.alignment}",
             fix="Allocate with cache.allocate(num_pages, device): a contiguous tensor has no room for the padding.",
         )
