@@ -6,7 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from swa_backend.attention_checks import check_caches, check_output, check_query, check_scale, validate_call
+from swa_backend.attention_checks import (
+    check_caches,
+    check_metadata,
+    check_output,
+    check_query,
+    check_scale,
+    validate_call,
+)
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache
 from swa_backend.cache_layout import HEAD_DIM
 from swa_backend.metadata import DeepseekSparseSWAMetadata
@@ -71,6 +78,7 @@ def attend(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     tokens = 0
     if metadata is not None:
+        check_metadata(metadata, q)
         pages, rows = check_caches(q, metadata, cache, compressed)
         tokens = metadata.num_tokens
         call = AttentionCall(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
+from swa_backend._checks import show
 from swa_backend.batch import check_tensor
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache
 from swa_backend.cache_layout import HEAD_DIM, check_same_layout
 from swa_backend.config import MAX_HEADS_PER_RANK
 from swa_backend.errors import BatchError, CacheError, ValidationError
+from swa_backend.metadata import DeepseekSparseSWAMetadata
 from swa_backend.provider import AttentionCall, AttentionShape, CompressedRows
 
 if TYPE_CHECKING:
-    from swa_backend.metadata import DeepseekSparseSWAMetadata
     from swa_backend.pages import PageView
 
 
@@ -72,14 +74,50 @@ def check_scale(scale: float) -> float:
     Raises:
         BatchError: it is not a finite Python number.
     """
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    factor = math.nan
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        with suppress(OverflowError):  # an integer beyond every float
+            factor = float(scale)
+    if not math.isfinite(factor):
         raise BatchError(
             "scale",
-            found=repr(scale) if isinstance(scale, (int, float)) else type(scale).__name__,
+            found=show(scale) if isinstance(scale, (int, float)) else type(scale).__name__,
             legal="a finite Python number, or None for 512 ** -0.5",
             fix="Pass the host value: the device is never read.",
         )
-    return float(scale)
+    return factor
+
+
+def check_metadata(metadata: DeepseekSparseSWAMetadata, q: torch.Tensor) -> None:
+    """Refuse what no builder made, and a step of another device or of more tokens than the query has.
+
+    Raises:
+        BatchError: naming ``metadata`` or ``q``.
+    """
+    if not isinstance(metadata, DeepseekSparseSWAMetadata):
+        raise BatchError(
+            "metadata",
+            found=type(metadata).__name__,
+            legal="a DeepseekSparseSWAMetadata, or None in a profiling run",
+            fix="Pass what builder.build() returned.",
+        )
+    device = metadata.is_valid_token.device
+    if device != q.device:
+        raise BatchError(
+            "metadata",
+            found=f"a step on {device}",
+            legal=f"{q.device}, where q lives",
+            fix="Construct the builder with the device of the layers.",
+        )
+    if q.shape[0] < metadata.num_tokens:
+        raise BatchError(
+            "q",
+            found=f"{q.shape[0]} rows",
+            legal=f"at least the step's {metadata.num_tokens} tokens",
+            fix="Pass the query of the whole step, padding included.",
+        )
+    if metadata.shape is not None:
+        check_tensor("q", q, torch.bfloat16, (-1, metadata.shape.num_heads, HEAD_DIM), q.device)
 
 
 def check_caches(
@@ -91,7 +129,7 @@ def check_caches(
     """The pages of both caches and the compressed rows, once they fit the query and what the metadata was built for.
 
     Raises:
-        BatchError: the query or the compressed rows do not fit the step.
+        BatchError: the compressed rows do not fit the step.
         CacheError: a cache is of another kind, page size, layout or device, or is not bound.
     """
     if not isinstance(cache, DeepseekV4SWACache):
@@ -110,17 +148,8 @@ def check_caches(
             legal=f"{metadata.block_size}, for which the metadata's slots were built",
             fix="Pass the metadata of this cache's own group.",
         )
-    if q.shape[0] < metadata.num_tokens:
-        raise BatchError(
-            "q",
-            found=f"{q.shape[0]} rows",
-            legal=f"at least the step's {metadata.num_tokens} tokens",
-            fix="Pass the query of the whole step, padding included.",
-        )
-    shape = metadata.shape
-    if shape is not None:
-        check_same_layout("cache layout", pages.layout, shape.swa_layout)
-        check_tensor("q", q, torch.bfloat16, (-1, shape.num_heads, HEAD_DIM), q.device)
+    if metadata.shape is not None:
+        check_same_layout("cache layout", pages.layout, metadata.shape.swa_layout)
     if compressed is None:
         return pages, None
     rows = _check_compressed(q, metadata, compressed)

@@ -12,9 +12,11 @@ import torch
 
 from swa_backend.attention import AttentionResult, attend
 from swa_backend.cache import DeepseekV4SWACache
+from swa_backend.chunk_plan import workspace_bytes
 from swa_backend.errors import BatchError, ConfigError
 from swa_backend.merge import apply_sink, merge_states
 from swa_backend.reference.codec import write_kv
+from swa_backend.write import write_kv as public_write_kv
 from tests.attention_scene import HEADS, INF, SCALE, ProviderUnderTest, Scene, W, check, floats, mixed
 from tests.oracle_attention import relative_error
 from tests.support import Batch
@@ -75,6 +77,14 @@ def test_g2_page_0_never_reaches_a_row(provider: ProviderUnderTest, queries: lis
     assert torch.isfinite(results[0].out).all()
     assert torch.equal(results[0].out, results[1].out)
     assert not results[0].out[queries[0] :].any()
+
+
+def test_g2_the_writer_given_no_slot_changes_no_byte(provider: ProviderUnderTest) -> None:
+    scene = Scene(provider, [1, 1], [5, 60])
+    before = scene.cache.pages.data.clone()
+    k = torch.ones(3, 512, dtype=torch.bfloat16, device=scene.device)
+    public_write_kv(k, scene.cache, torch.full((3,), -1, device=scene.device))
+    assert torch.equal(scene.cache.pages.data, before)
 
 
 def test_r9_a_missing_page_leaves_the_other_keys(provider: ProviderUnderTest) -> None:
@@ -309,7 +319,8 @@ def test_n5_a_row_alone_equals_the_row_in_a_batch(provider: ProviderUnderTest, h
 
 
 def test_s6_a_profiling_run_has_no_metadata(provider: ProviderUnderTest) -> None:
-    scene = Scene(provider, [1], [5])
+    scene = Scene(provider, [1], [5], config={"compress_ratios": (0,)})
+    assert workspace_bytes(scene.settings) == 4 * (W + 1024) * 512 * 2, "chunk size 4, 1024 batched tokens, bf16"
     unbound = DeepseekV4SWACache(512, W, torch.uint8, "layers.1", None, provider.backend)
     q = torch.full((17, HEADS, 512), math.nan, dtype=torch.bfloat16, device=scene.device)
     out = torch.full_like(q, math.nan)
@@ -331,6 +342,27 @@ def test_rows_past_the_step_are_zero(provider: ProviderUnderTest) -> None:
     check(AttentionResult(out[: scene.tokens], result.lse[: scene.tokens]), scene.expected())
 
 
+def test_p3_nan_in_fresh_memory_never_reaches_the_output(
+    provider: ProviderUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tensor that torch hands out without a value holds NaN (integers: their maximum), workspaces included."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(3).isnan().all()
+        scene = mixed(provider, second=(4, "fp8_ds_mla", 256), batch={"padding": 3})
+        local = torch.randint(0, 50, (scene.tokens, 20), generator=torch.Generator().manual_seed(4))
+        result = scene.run(compressed=scene.topk(local))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    seen: list[torch.Tensor | None] = []
+    for t in range(sum(scene.queries)):
+        request, position = scene.token(t)
+        chosen = [entry for entry in local[t].tolist() if entry < (position + 1) // 4]
+        seen.append(torch.cat([scene.window(t), scene.entries[request][chosen]]))
+    check(result, scene.expected([*seen, None, None, None]))
+
+
 @pytest.mark.parametrize("rows", [0, 3])
 def test_an_empty_step(provider: ProviderUnderTest, rows: int) -> None:
     scene = Scene(provider, [], [])
@@ -347,7 +379,6 @@ def test_strided_tensors_are_taken_as_they_are(provider: ProviderUnderTest) -> N
     plain = scene.run(compressed=(cache, slots, lens))
     q = torch.full((scene.tokens, HEADS + 1, 576), math.nan, dtype=torch.bfloat16, device=scene.device)[:, 1:, 32:544]
     q.copy_(scene.q)
-    out = torch.full_like(q, math.nan, memory_format=torch.contiguous_format)
     out = torch.full((scene.tokens, 2, HEADS, 520), math.nan, dtype=torch.bfloat16, device=scene.device)[:, 1, :, 8:]
     wide = torch.full((scene.tokens, 33), 2**31 - 1, dtype=torch.int32, device=scene.device)
     wide[:, :20] = slots

@@ -13,7 +13,9 @@ pytest.register_assert_rewrite("tests.attention_scene", "tests.attention_suite")
 
 from swa_backend.attention import attend  # noqa: E402
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache  # noqa: E402
+from swa_backend.cache_layout import get_layout  # noqa: E402
 from swa_backend.errors import BatchError, CacheError, SwaBackendError, ValidationError  # noqa: E402
+from swa_backend.pages import element_dtype  # noqa: E402
 from swa_backend.registry import get_backend  # noqa: E402
 from tests.attention_scene import HEADS, ProviderUnderTest, Scene, bind, mixed  # noqa: E402
 from tests.attention_suite import *  # noqa: E402, F403
@@ -85,7 +87,7 @@ class TestQueryChecks:
         error = refusal(Scene(provider, [1], [20]), attn_sink=bad)
         assert (type(error), error.field) == (BatchError, "attn_sink")
 
-    @pytest.mark.parametrize("bad", [math.nan, math.inf, True, "1", torch.tensor(1.0)])
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, 10**400, True, "1", torch.tensor(1.0)])
     def test_scale(self, provider: ProviderUnderTest, bad: Any) -> None:
         error = refusal(Scene(provider, [1], [20]), scale=bad)
         assert (type(error), error.field) == (BatchError, "scale")
@@ -242,10 +244,36 @@ class TestValidation:
         scene.run()
 
 
-def test_the_metadata_of_the_cache_that_is_read(provider: ProviderUnderTest) -> None:
-    """A layout other than the builder's is refused, not read as if it were."""
+@pytest.mark.parametrize("layout", ["fp8_ds_mla_v41", "bf16", "fp8_per_tensor"])
+def test_c5_a_cache_of_another_layout_than_the_builders_is_refused(provider: ProviderUnderTest, layout: str) -> None:
+    """Not read as if it were the builder's, whatever the provider can read."""
     scene = mixed(provider)
-    other = DeepseekV4SWACache(512, 128, torch.bfloat16, "x", None, provider.backend, block_size=64, layout="bf16")
+    form = get_layout(layout)
+    other = DeepseekV4SWACache(512, 128, element_dtype(form), "x", None, provider.backend, block_size=64, layout=form)
     bind(other, scene.num_pages, scene.device, 0)
-    with pytest.raises(CacheError, match="bf16"):
+    with pytest.raises(CacheError, match=layout) as error:
         attend(scene.q, scene.metadata, other, scene.sink)
+    assert "fp8_ds_mla" in str(error.value.legal)
+
+
+class TestMetadataChecks:
+    def test_not_what_a_builder_made(self, provider: ProviderUnderTest) -> None:
+        scene = Scene(provider, [1], [20])
+        for bad in (scene.spec.metadata(), scene.metadata.decode_swa_indices, 0, ()):
+            with pytest.raises(BatchError) as error:
+                attend(scene.q, bad, scene.cache, scene.sink)  # type: ignore[arg-type]
+            assert error.value.field == "metadata"
+
+    def test_another_device(self, provider: ProviderUnderTest) -> None:
+        scene = Scene(provider, [1], [20])
+        elsewhere = dataclasses.replace(scene.metadata, is_valid_token=scene.metadata.is_valid_token.to("meta"))
+        with pytest.raises(BatchError) as error:
+            attend(scene.q, elsewhere, scene.cache, scene.sink)
+        assert (error.value.field, error.value.found) == ("metadata", "a step on meta")
+
+    def test_other_heads_than_the_builder_was_told_of(self, provider: ProviderUnderTest) -> None:
+        scene = Scene(provider, [1], [20])
+        with pytest.raises(BatchError) as error:
+            scene.run(q=scene.q[:, :4], attn_sink=scene.sink[:4])
+        assert error.value.field == "q"
+        assert "8" in str(error.value.legal)
