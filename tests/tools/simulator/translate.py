@@ -16,7 +16,13 @@ SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "half": 2, "bfloat": 2,
 # Intrinsics that mean nothing on a machine with coherent memory and no scheduler.
 NOTHING = ("s_waitcnt", "sched_barrier", "sched_group_barrier", "s_setprio", "iglp_opt", "wave_barrier", "s_sleep")
 # Intrinsics of any operand type: the types at the end of the name do not matter.
-ANY_TYPE = ("make_buffer_rsrc", "ds_read_tr16_b64")
+ANY_TYPE = (
+    "make_buffer_rsrc",
+    "ds_read_tr8_b64",
+    "ds_read_tr16_b64",
+    "mfma_scale_f32_16x16x128_f8f6f4",
+    "mfma_scale_f32_32x32x64_f8f6f4",
+)
 
 
 class SimulationError(Exception):

@@ -67,14 +67,22 @@ void lds_store(int site, void *address, void *from, u32 bytes) {
 static void wave_nothing(int base, u64 active) { (void)base, (void)active; }
 void lds_atomic(int site) { meet(site, wave_nothing, 0, 0); }
 
-/* Sixteen lanes together read a 16 x 4 block of 16-bit numbers in columns (gfx950). */
-WAVE_INTRINSIC(ds_read_tr16_b64) {
+/* Sixteen lanes together read a matrix of sixteen columns, each lane a column; `bytes` is the size of an element. A row
+ * is spread over the addresses of 2 * bytes lanes, eight bytes each (gfx950). */
+static void read_columns(int base, u64 active, int bytes) {
+    int lanes_of_row = 2 * bytes, columns_of_lane = 8 / bytes;
     EACH(i) {
-        int group = (i - base) / 16 * 16, lane = (i - base) % 16;
-        for (int j = 0; j < 4; j++) {
-            int from = base + group + j * 4 + lane / 4;
-            if (!ACTIVE(from)) fail("ds_read_tr16_b64 in a branch that only some lanes take");
-            else read_lds(i, OPERAND(from, 0, u16 *) + lane % 4, &RESULT(i, u16) + j, 2, items[i].site);
+        int group = (i - base) / 16 * 16, column = (i - base) % 16;
+        for (int row = 0; row < 8 / bytes; row++) {
+            int from = base + group + row * lanes_of_row + column / columns_of_lane;
+            if (!ACTIVE(from)) {
+                fail("transposed read in a branch that only some lanes take");
+                return;
+            }
+            read_lds(i, OPERAND(from, 0, char *) + column % columns_of_lane * bytes, &RESULT(i, char) + row * bytes,
+                     (u32)bytes, items[i].site);
         }
     }
 }
+WAVE_INTRINSIC(ds_read_tr16_b64) { read_columns(base, active, 2); }
+WAVE_INTRINSIC(ds_read_tr8_b64) { read_columns(base, active, 1); }

@@ -5,6 +5,8 @@
  * 8 * (i / 4) + 4 * (l / 32) + i % 4 (M 32). */
 #include "machine.h"
 
+enum { MAX_ELEMENTS = 32 * 64 }; /* of an operand */
+
 typedef float (*reader)(const void *operand, int index);
 static float read_bf16(const void *p, int i) { return from_bf16(((const u16 *)p)[i]); }
 static float read_half(const void *p, int i) { return from_half(((const u16 *)p)[i]); }
@@ -13,7 +15,7 @@ static float read_fp8(const void *p, int i) { return from_fp8(((const u8 *)p)[i]
 static float read_bf8(const void *p, int i) { return from_bf8(((const u8 *)p)[i]); }
 
 static void product(int base, u64 active, int m, int per_lane, reader read_a, reader read_b) {
-    static float a[32 * 32], b[32 * 32];
+    static float a[MAX_ELEMENTS], b[MAX_ELEMENTS];
     int k = per_lane * (64 / m);
     if (wave_size != 64 || active != ~0ull) {
         fail("matrix product in a branch that only some lanes take");
@@ -53,3 +55,14 @@ PRODUCT(mfma_f32_16x16x32_fp8_fp8, 16, 8, read_fp8, read_fp8)
 PRODUCT(mfma_f32_32x32x16_fp8_fp8, 32, 8, read_fp8, read_fp8)
 PRODUCT(mfma_f32_16x16x32_bf8_bf8, 16, 8, read_bf8, read_bf8)
 PRODUCT(mfma_f32_32x32x16_bf8_bf8, 32, 8, read_bf8, read_bf8)
+
+/* The 8-bit product of gfx950 with a format for each operand; without scales (both given as 0), as tl.dot makes it.
+ * Which lane holds which columns of A and rows of B differs from the above by one permutation of K in both. */
+static void product_f8(int base, u64 active, int m) {
+    u32 format_a = OPERAND(base, 3, u32), format_b = OPERAND(base, 4, u32);
+    if (format_a > 1 || format_b > 1 || OPERAND(base, 6, u32) || OPERAND(base, 8, u32))
+        fail("matrix product of formats %u and %u with scales is not simulated", format_a, format_b);
+    else product(base, active, m, 32, format_a ? read_bf8 : read_fp8, format_b ? read_bf8 : read_fp8);
+}
+WAVE_INTRINSIC(mfma_scale_f32_16x16x128_f8f6f4) { product_f8(base, active, 16); }
+WAVE_INTRINSIC(mfma_scale_f32_32x32x64_f8f6f4) { product_f8(base, active, 32); }
