@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+import swa_backend
+
 CODE = """
 import os, sys
 import torch
@@ -83,6 +85,84 @@ os.environ["SWA_BACKEND_PLATFORM"] = "nope"
 print(swa_backend.get_backend().name)
 """
     assert python(code, SWA_BACKEND_PLATFORM="cpu").stdout == "cpu\n"
+
+
+TORCH_ALONE = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"numpy", "typer", "click", "rich", "triton", "hypothesis", "pytest"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import torch
+from swa_backend import *
+
+config = BackendConfig(ModelConfig.packaged("V4-Flash"), SchedulerConfig(256, 4, 64))
+backend = get_backend("cpu")
+cache = DeepseekV4SWACache(512, 128, torch.uint8, "layer", CacheConfig(), backend)
+cache.bind_kv_cache(cache.allocate(4, "cpu"))
+group = CompressedGroup("c4a", 4, 256)
+builder = backend.get_builder_cls()(
+    cache.get_kv_cache_spec(config), ["layer"], config, "cpu", compressed_groups=[group]
+)
+starts, lens = torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([1, 3], dtype=torch.int32)
+table, slots = torch.tensor([[1], [2]], dtype=torch.int32), torch.tensor([64, 128, 129, 130])
+batch = CommonAttentionMetadata(
+    query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens, seq_lens_cpu_upper_bound=lens, num_reqs=2,
+    num_actual_tokens=4, max_query_len=3, max_seq_len=3, block_table_tensor=table, slot_mapping=slots,
+)
+metadata = builder.build(0, batch, groups={"c4a": (table, slots)})
+write_kv(torch.ones(4, 512, dtype=torch.bfloat16), cache, slots)
+out, lse = attend(
+    torch.ones(4, 64, 512, dtype=torch.bfloat16), metadata, cache, torch.full((64,), -torch.inf), return_lse=True
+)
+assert (out == 1).all(), out
+expected = 512 ** 0.5 + torch.tensor([1.0, 1.0, 2.0, 3.0]).log()
+assert torch.allclose(lse, expected[:, None].expand(4, 64)), lse
+merge_states(out, lse, out, lse), apply_sink(out, lse, torch.zeros(64)), workspace_bytes(config)
+assert backend.warmup(config) == ()
+loaded = {"numpy", "typer", "rich", "triton"} & set(sys.modules)
+assert not loaded, loaded
+print("fine")
+"""
+
+
+def test_the_core_needs_torch_alone():
+    done = python(TORCH_ALONE, SWA_BACKEND_PLATFORM="auto", CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+    assert done.stdout == "fine\n", done.stderr
+
+
+def test_broken_vendor_packages_do_not_break_the_import(tmp_path):
+    """Whatever is installed and cannot be imported, or takes the process down with it, is not even tried."""
+    for name in ("flash_mla", "vllm", "sgl_kernel", "aiter", "triton"):
+        (tmp_path / f"{name}.py").write_text(f"import os, sys\nsys.stderr.write('{name}!')\nos._exit(7)\n")
+    code = """
+import swa_backend
+from swa_backend.registry import registry
+print(swa_backend.get_backend("cpu").name, *(one.name for one in registry().all()))
+"""
+    done = python(code, PYTHONPATH=str(tmp_path), SWA_BACKEND_PLATFORM="auto")
+    assert (done.stdout, done.stderr) == ("cpu cpu cuda rocm\n", "")
+
+
+# Names of the calls that an engine makes, beside the classes in the annotations of these.
+ENGINE_NAMES = (
+    "BackendConfig ModelConfig SchedulerConfig SpeculativeConfig get_backend DeepseekV4SWACache CompressedCache "
+    "CommonAttentionMetadata write_kv gather_kv attend map_topk merge_states apply_sink workspace_bytes "
+    "SwaBackendError ConfigError BatchError CacheError PlatformError ProviderError TraceError ValidationError"
+)
+
+
+def test_every_call_of_an_engine_is_a_public_name():
+    assert set(ENGINE_NAMES.split()) <= set(swa_backend.__all__)
+
+
+def test_every_error_is_of_one_family():
+    errors = [name for name in swa_backend.__all__ if name.endswith("Error")]
+    assert len(errors) == 8
+    assert all(issubclass(getattr(swa_backend, name), swa_backend.SwaBackendError) for name in errors)
 
 
 def test_every_public_name_can_be_imported():
