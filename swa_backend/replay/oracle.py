@@ -10,9 +10,9 @@ import torch
 from swa_backend.cache_layout import PageLayout
 from swa_backend.layer_types import LayerType
 from swa_backend.replay.content import (
+    CHUNK,
     HEAD_DIM,
     NUM_CHUNKS,
-    TABLE_ROWS,
     DataMode,
     chunk_numbers,
     chunk_table,
@@ -73,19 +73,20 @@ class Oracle:
         written = chunk_table(mode, seed).double().numpy()
         # Place c of the written row repeats the chunk table, so column block c holds what chunk c turns into.
         rows = np.tile(written, (1, NUM_CHUNKS))
-        self._tables = {False: rows, True: rows}
+        stored = {False: rows, True: rows}
         if mode is not DataMode.EXACT:
-            self._tables = {False: stored_rows(rows, swa_layout), True: stored_rows(rows, compressed_layout)}
-        self._queries = query_table(seed).double().numpy()
+            stored = {False: stored_rows(rows, swa_layout), True: stored_rows(rows, compressed_layout)}
+        # Row n * NUM_CHUNKS + c is chunk c of a key row that picks the table's row n there.
+        self._tables = {entry: torch.from_numpy(table).view(-1, CHUNK) for entry, table in stored.items()}
+        self._queries = query_table(seed).double()
         self._num_heads = num_heads
-        self._sinks = {layer: sink.double().cpu().numpy() for layer, sink in sinks.items()}
+        self._sinks = {layer: sink.double().cpu() for layer, sink in sinks.items()}
         self._scale = scale
 
-    def keys_of(self, keys: np.ndarray, layer: LayerType, *, entry: bool) -> np.ndarray:
+    def keys_of(self, keys: np.ndarray, layer: LayerType, *, entry: bool) -> torch.Tensor:
         """Cached rows [n, 512] float64 of content keys [n]."""
-        table = self._tables[entry].reshape(TABLE_ROWS, NUM_CHUNKS, -1)
-        chunks: np.ndarray = table[chunk_numbers(keys, layer, entry=entry), np.arange(NUM_CHUNKS)]
-        return chunks.reshape(len(keys), HEAD_DIM)
+        numbers = torch.from_numpy(chunk_numbers(keys, layer, entry=entry)) * NUM_CHUNKS + torch.arange(NUM_CHUNKS)
+        return self._tables[entry].index_select(0, numbers.view(-1)).view(len(keys), HEAD_DIM)
 
     def attend(self, token: np.uint64, layer: LayerType, window: np.ndarray, entries: np.ndarray) -> np.ndarray:
         """Output [num_heads, 512] float64.
@@ -96,18 +97,15 @@ class Oracle:
             window: content keys of the tokens in its window.
             entries: keys of the compressed entries that it sees.
         """
-        k = np.concatenate(
-            [self.keys_of(window, layer, entry=False), self.keys_of(entries, layer, entry=True)], axis=0
-        )
-        if not len(k):
-            return np.zeros((self._num_heads, HEAD_DIM))
-        q = self._queries[query_numbers(np.array([token], dtype=np.uint64), layer, self._num_heads)[0]]
-        logits = (q @ k.T) * self._scale
+        k = torch.cat([self.keys_of(window, layer, entry=False), self.keys_of(entries, layer, entry=True)])
+        numbers = query_numbers(np.array([token], dtype=np.uint64), layer, self._num_heads)[0]
+        q = self._queries[torch.from_numpy(numbers)]
         sink = self._sinks[layer]
-        peak = np.maximum(logits.max(axis=1), sink)
-        weights = np.exp(logits - peak[:, None])
-        total = weights.sum(axis=1) + np.exp(sink - peak)
-        result: np.ndarray = (weights @ k) / total[:, None]
+        logits = (q @ k.T).mul_(self._scale)
+        peak = torch.maximum(logits.amax(dim=1), sink)
+        weights = logits.sub_(peak[:, None]).exp_()
+        total = weights.sum(dim=1) + (sink - peak).exp()
+        result: np.ndarray = (weights @ k).div_(total[:, None]).numpy()
         return result
 
 
