@@ -26,10 +26,9 @@ def entries_before(scan, tile, count, launch):
     Tiles start in the order of their numbers, so a tile that is waited for is running or done.
     """
     tag = launch << LAUNCH_SHIFT
-    own = count.to(tl.int64)
-    before = own * 0
+    before = count * 0
     if tile > 0:
-        tl.atomic_xchg(scan + tile, tag | own)
+        tl.atomic_xchg(scan + tile, tag | count.to(tl.int64))
         nearest = tile - 1
         distance = tl.arange(0, LOOK_BACK)
         while nearest >= 0:
@@ -42,10 +41,10 @@ def entries_before(scan, tile, count, launch):
             end = tl.min(tl.where(whole, distance, LOOK_BACK), 0)
             missing = tl.sum((~known & (distance < end)).to(tl.int32), 0)
             if missing == 0:
-                before += tl.sum(tl.where(real & (distance <= end), word & 0x7FFFFFFF, 0), 0)
+                before += tl.sum(tl.where(real & (distance <= end), word.to(tl.int32), 0), 0)
                 nearest = tl.where(end < LOOK_BACK, -1, nearest - LOOK_BACK)
-    tl.atomic_xchg(scan + tile, tag | WHOLE | (before + own))
-    return before.to(tl.int32)
+    tl.atomic_xchg(scan + tile, tag | WHOLE | (before + count).to(tl.int64))
+    return before
 
 
 @device_function
@@ -55,9 +54,9 @@ def launch_number(words):
 
 
 @device_function
-def finish_launch(words, launch):
+def finish_launch(words, launch, num_programs):
     """Count a program as finished; the last one of the launch gives the next launch its number."""
     finished = tl.atomic_add(words + 1, 1)
-    if finished == tl.num_programs(0) - 1:
+    if finished == num_programs - 1:
         tl.store(words + 1, 0)
         tl.store(words, (launch + 1) & LAUNCH_MASK)

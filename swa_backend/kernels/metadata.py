@@ -237,6 +237,7 @@ STEP_TYPES = {
     "prefill_tiles": "i32",
     "clear_tiles": "i32",
     "token_tiles": "i32",  # of a compressed group
+    "num_programs": "i32",  # of the launch
 }
 BUFFER_TYPES = {
     "group_table": "*i32",  # [groups, 4] page entries, pages, ratio, full row
@@ -282,7 +283,7 @@ def build_metadata(
     stride0, stride1, stride2, stride3, stride4, stride5, stride6, stride7,
     columns0, columns1, columns2, columns3, columns4, columns5, columns6, columns7,
     num_spans, num_reqs, num_decodes, num_tokens, num_decode_tokens, guess_len,
-    decode_tiles, prefill_tiles, clear_tiles, token_tiles,
+    decode_tiles, prefill_tiles, clear_tiles, token_tiles, num_programs,
     group_table, token_to_req, left_visible, right_visible, gather_lens, is_valid,
     decode_indices, decode_lens, prefill_indices, prefill_lens,
     decode_ragged, decode_indptr, prefill_ragged, prefill_indptr, scan, launch_words,
@@ -360,4 +361,4 @@ def build_metadata(
             cached -= tl.load(replay_start + request)
         tl.store(gather_lens + number, query_len + tl.minimum(tl.maximum(cached, 0), WINDOW - 1), mask=real)
     if RAGGED:
-        finish_launch(launch_words, launch)
+        finish_launch(launch_words, launch, num_programs)

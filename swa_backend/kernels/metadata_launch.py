@@ -83,6 +83,7 @@ class MetadataLauncher:
             prefill_tiles,
             clear_tiles,
             token_tiles,
+            programs,
         )
 
     def _kind(self, causal: bool, *, images: bool, replay: bool) -> _Kind:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,8 +32,14 @@ PAGE_TYPES = {
 }
 
 
-def layout_key(layout: PageLayout) -> dict[str, object]:
+def layout_key(layout: PageLayout) -> Mapping[str, object]:
     """The part of a compile key that a layout decides."""
+    return _layout_key(layout.name, layout.dialect)
+
+
+@cache
+def _layout_key(name: str, dialect: Dialect | None) -> Mapping[str, object]:
+    layout = get_layout(name, dialect or Dialect.OCP)
     return {
         "VALUES": str(layout.value_format),
         "SCALES": str(layout.scale_format or "none"),
@@ -47,6 +54,11 @@ def page_numbers(pages: PageView) -> tuple[int, int, int, int, int, int]:
     layout, entries = pages.layout, pages.entries
     scale_start = layout.scale_offset(entries, 0)
     return pages.page_stride, layout.data_stride, scale_start, layout.scale_stride, entries, pages.num_pages
+
+
+def scale_of(pages: PageView) -> torch.Tensor:
+    """The scale of a per-tensor layout as bytes; for other layouts any bytes, which no kernel reads."""
+    return pages.data if pages.scale is None else pages.scale.view(torch.uint8)
 
 
 def is_aligned(pages: PageView, rows: torch.Tensor) -> bool:
@@ -66,6 +78,21 @@ def cache_layouts(
     if any(layer.compressed for layer in config.model.present_layer_types):
         found.append(get_layout(config.compressed_layout, dialects[CacheRole.COMPRESSED]))
     return dict.fromkeys(layout for layout in found if layout.writable or not written)
+
+
+def divisor(number: int) -> tuple[int, int]:
+    """(magic, shift) with which `quotient` divides by ``number``, an int from 1 to 2^31 - 1."""
+    bits = 31 + (number - 1).bit_length()
+    return -(-(1 << bits) // number), bits
+
+
+@device_function
+def quotient(dividends, magic, shift):
+    """int32 dividends from 0 on, divided exactly by the number that ``magic`` and ``shift`` stand for.
+
+    A chip has no integer division: one by a number that is only known at run time costs about twenty instructions.
+    """
+    return ((dividends.to(tl.int64) * magic) >> shift).to(tl.int32)
 
 
 @device_function

@@ -17,19 +17,19 @@ class StepTimes:
     p50: float
     p90: float
     p99: float
-    max: float
+    worst: float
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> StepTimes | None:
         """Percentiles of ``seconds``; None without a step."""
         if not seconds:
             return None
-        p50, p90, p99 = np.percentile(seconds, [50, 90, 99]).tolist()
+        p50, p90, p99 = (float(value) for value in np.percentile(seconds, [50, 90, 99]))
         return cls(p50, p90, p99, max(seconds))
 
     def __str__(self) -> str:
-        parts = (f"{name} {getattr(self, name) * 1e3:.2f}" for name in ("p50", "p90", "p99", "max"))
-        return " / ".join(parts) + " ms"
+        values = {"p50": self.p50, "p90": self.p90, "p99": self.p99, "max": self.worst}
+        return " / ".join(f"{name} {value * 1e3:.2f}" for name, value in values.items()) + " ms"
 
 
 @dataclass(frozen=True, slots=True)
