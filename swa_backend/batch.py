@@ -112,9 +112,16 @@ def check_tensor(field: str, tensor: object, dtype: torch.dtype, shape: tuple[in
         BatchError: naming ``field``.
     """
     if isinstance(tensor, torch.Tensor):
-        # One comparison each on the way that every step takes; the words are put together only when one fails.
+        # What every step finds, in as few comparisons as possible.
         if (
-            tensor.dtype == dtype
+            tensor.dtype is dtype
+            and tensor.shape == shape
+            and tensor.device == device
+            and (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
+        ):
+            return
+        if (
+            tensor.dtype is dtype
             and _same_device(tensor.device, device)
             and len(tensor.shape) == len(shape)
             and all(want in (-1, have) for want, have in zip(shape, tensor.shape, strict=True))
@@ -131,6 +138,12 @@ def check_tensor(field: str, tensor: object, dtype: torch.dtype, shape: tuple[in
         legal=f"a {dtype} tensor of shape ({sizes}) on {device}, last dimension contiguous",
         fix="Pass the tensor in that form; other dtypes, shapes and devices are never converted.",
     )
+
+
+def check_table(field: str, table: object, num_reqs: int, device: torch.device) -> None:
+    """Refuse what is not an int32 [num_reqs, any] table on the device; see `check_tensor`."""
+    columns = table.shape[-1] if isinstance(table, torch.Tensor) and table.dim() == 2 else -1
+    check_tensor(field, table, torch.int32, (num_reqs, columns), device)
 
 
 def _same_device(found: torch.device, expected: torch.device) -> bool:
@@ -161,7 +174,7 @@ def check_batch(batch: CommonAttentionMetadata, *, device: torch.device, schedul
     check_tensor("query_start_loc", batch.query_start_loc, torch.int32, (num_reqs + 1,), device)
     check_tensor("query_start_loc_cpu", batch.query_start_loc_cpu, torch.int32, (num_reqs + 1,), _HOST)
     check_tensor("seq_lens", batch.seq_lens, torch.int32, (num_reqs,), device)
-    check_tensor("block_table_tensor", batch.block_table_tensor, torch.int32, (num_reqs, -1), device)
+    check_table("block_table_tensor", batch.block_table_tensor, num_reqs, device)
     check_tensor("slot_mapping", batch.slot_mapping, torch.int64, (num_tokens,), device)
     if batch.seq_lens_cpu_upper_bound is not None:
         check_tensor("seq_lens_cpu_upper_bound", batch.seq_lens_cpu_upper_bound, torch.int32, (num_reqs,), _HOST)

@@ -55,21 +55,18 @@ def split_decodes_and_prefills(
     if num_reqs <= 0:
         return Split(0, 0, 0, 0)
     query_lens = query_start_loc_cpu[1:] - query_start_loc_cpu[:-1]
-    first = int(query_lens[0])
-    if first > decode_threshold:
-        return Split(0, num_reqs, 0, num_tokens)
-    if require_uniform:
-        differs = (query_lens != first) & (query_lens != 0)
-        if treat_short_extends_as_decodes and not bool(differs.any()):
-            return all_decode
-        starts = differs
-    else:
-        starts = query_lens > decode_threshold
-    if not treat_short_extends_as_decodes:
-        starts = starts | _prefilling(is_prefilling, num_reqs)
-    if not bool(starts.any()):
-        return all_decode
-    num_decodes = int(starts.int().argmax())
+    starts = query_lens > decode_threshold
+    if require_uniform or not treat_short_extends_as_decodes:
+        first = int(query_lens[0])
+        if first > decode_threshold:
+            return Split(0, num_reqs, 0, num_tokens)
+        if require_uniform:
+            starts = (query_lens != first) & (query_lens != 0)
+        if not treat_short_extends_as_decodes:
+            starts = starts | _prefilling(is_prefilling, num_reqs)
+    num_decodes = int(starts.view(torch.uint8).argmax())  # the first that starts, 0 if none does
+    if num_decodes == 0:
+        return Split(0, num_reqs, 0, num_tokens) if bool(starts[0]) else all_decode
     num_decode_tokens = int(query_start_loc_cpu[num_decodes])
     return Split(num_decodes, num_reqs - num_decodes, num_decode_tokens, num_tokens - num_decode_tokens)
 

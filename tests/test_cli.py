@@ -182,3 +182,50 @@ class TestOwnCommand:
         assert done.returncode == 1
         assert "PlatformError" in done.stderr
         assert issubclass(PlatformError, Exception)
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:44:50.0847330,40,5\n"
+
+
+class TestReplayRefusals:
+    """Bad input ends with one message that names the place, status 2, and nothing on standard output."""
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            (AZURE + "2023-11-16 18:44:50.10,x,83\n", "trace:3: ContextTokens: found 'x'"),
+            ('{"timestamp":0,"input_length":-4,"output_length":2,"hash_ids":[1]}\n', "trace:1: input_length: found -4"),
+            (AZURE + "2023-11-16 18:44:50.10,40000000,5\n", "trace:3: "),
+            ("hello\nworld\n", "trace:1: "),
+            ("", "an empty file"),
+            (None, "No such file"),
+        ],
+    )
+    def test_trace(self, tmp_path, capsys, text, said):
+        path = tmp_path / "trace"
+        if text is not None:
+            path.write_text(text)
+        assert cli.main(["replay", "--platform", "cpu", "--trace", str(path), "--json"]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        (line,) = (line for line in err.splitlines() if "error:" in line)
+        assert line.startswith(f"swa-backend: error: {path}")
+        assert said in line
+        assert "legal:" in line
+
+    def test_model_config_without_a_key(self, tmp_path, capsys):
+        (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4"}')
+        assert cli.main(["replay", "--platform", "cpu", "--model", str(tmp_path / "config.json")]) == 2
+        err = capsys.readouterr().err
+        assert f"error: num_hidden_layers: found nothing in {tmp_path / 'config.json'}" in err
+
+    @pytest.mark.parametrize(
+        ("option", "value", "legal"),
+        [("--model", "V5", "V4-Flash, V4-Pro"), ("--layers", "c2a", "swaonly, c4a, c128a"), ("--layers", "", "swaonly")],
+    )
+    def test_name_that_is_not_known(self, capsys, option, value, legal):
+        assert cli.main(["replay", "--platform", "cpu", option, value]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert f"error: {option.lstrip('-')}: found" in err
+        assert legal in err

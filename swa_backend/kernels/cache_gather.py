@@ -18,7 +18,7 @@ from swa_backend._math import cdiv
 from swa_backend.cache_layout import HEAD_DIM, Dialect
 from swa_backend.kernels.fp8 import decode_e2m1, decode_e4m3, decode_ue8m0
 from swa_backend.kernels.jit import Tuning, kernel
-from swa_backend.kernels.paging import PAGE_TYPES, cache_layouts, hint, is_aligned, layout_key, page_numbers, scale_of
+from swa_backend.kernels.paging import PAGE_TYPES, cache_layouts, is_aligned, layout_key, page_numbers, scale_of, wide
 from swa_backend.platform import CacheRole
 
 if TYPE_CHECKING:
@@ -96,38 +96,36 @@ def gather_pages(
         live3 = live[:, None, None]
         inside3 = inside[:, None, None]
         if VALUES == "bf16":
-            at = data.to(tl.pointer_type(tl.bfloat16))[:, None, None] + value
-            copied = tl.load(hint(at, ALIGNED), mask=live3, other=0.0)
-            tl.store(hint(to[:, None, None] + value, ALIGNED), copied, mask=inside3)
+            at = wide(data.to(tl.pointer_type(tl.bfloat16))[:, None, None], value, ALIGNED)
+            copied = tl.load(at, mask=live3, other=0.0)
+            tl.store(wide(to[:, None, None], value, ALIGNED), copied, mask=inside3)
         else:
             if VALUES == "e2m1":
                 byte = (group * (GROUP // 2))[None, :, None] + tl.arange(0, GROUP // 2)[None, None, :]
-                pairs = tl.load(data[:, None, None] + byte, mask=live3, other=0).to(tl.int32)
+                pairs = tl.load(wide(data[:, None, None], byte, ALIGNED, 8), mask=live3, other=0).to(tl.int32)
                 codes = tl.reshape(tl.join(pairs & 15, pairs >> 4), (TOKENS, GROUPS, GROUP))
                 numbers = decode_e2m1(codes)
             else:
                 # Codes of the bf16 tail are decoded along with the others, and not stored.
-                codes = tl.load(hint(data[:, None, None] + value, ALIGNED), mask=live3, other=0)
+                codes = tl.load(wide(data[:, None, None], value, ALIGNED), mask=live3, other=0)
                 numbers = decode_e4m3(codes, FNUZ, HW_FP8)
             if SCALES == "tensor":
                 numbers *= tl.load(scale.to(tl.pointer_type(tl.float32)))
             else:
-                at = (start + scale_start + entry * scale_stride)[:, None] + group[None, :]
-                if ALIGNED:
-                    at = tl.multiple_of(at, [1, 8])
+                at = wide((start + scale_start + entry * scale_stride)[:, None], group[None, :], ALIGNED, 8)
                 scales = tl.load(at, mask=live[:, None], other=0)
                 if SCALES == "ue8m0":
                     numbers *= decode_ue8m0(scales)[:, :, None]
                 else:
                     numbers *= decode_e4m3(scales, False, HW_FP8)[:, :, None]
             numbers = tl.where(live3, numbers, 0.0)
-            at = to[:, None, None] + value
-            tl.store(hint(at, ALIGNED), numbers.to(tl.bfloat16), mask=inside3 & (value < QUANTISED))
+            wanted = inside3 & (group < QUANTISED // GROUP)[None, :, None]
+            tl.store(wide(to[:, None, None], value, ALIGNED), numbers.to(tl.bfloat16), mask=wanted)
             if TAIL:
                 dim = tl.arange(0, TAIL)
-                at = (data + QUANTISED).to(tl.pointer_type(tl.bfloat16))[:, None] + dim[None, :]
-                copied = tl.load(hint(at, ALIGNED), mask=live[:, None], other=0.0)
-                tl.store(hint(to[:, None] + QUANTISED + dim[None, :], ALIGNED), copied, mask=inside[:, None])
+                at = wide((data + QUANTISED).to(tl.pointer_type(tl.bfloat16))[:, None], dim[None, :], ALIGNED)
+                copied = tl.load(at, mask=live[:, None], other=0.0)
+                tl.store(wide((to + QUANTISED)[:, None], dim[None, :], ALIGNED), copied, mask=inside[:, None])
         first += tl.num_programs(0) * TOKENS
 
 

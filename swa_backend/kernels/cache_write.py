@@ -19,7 +19,7 @@ from swa_backend._math import cdiv
 from swa_backend.cache_layout import HEAD_DIM, Dialect
 from swa_backend.kernels.fp8 import INFINITY_BITS, MAGNITUDE, bits_of, encode_e4m3, float_of, scale_code
 from swa_backend.kernels.jit import Tuning, device_function, kernel
-from swa_backend.kernels.paging import PAGE_TYPES, cache_layouts, hint, is_aligned, layout_key, page_numbers, scale_of
+from swa_backend.kernels.paging import PAGE_TYPES, cache_layouts, is_aligned, layout_key, page_numbers, scale_of, wide
 from swa_backend.platform import CacheRole
 
 if TYPE_CHECKING:
@@ -36,6 +36,11 @@ def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Itera
     for layout in cache_layouts(config, dialects, written=True):
         for aligned in (True, False):
             yield {**layout_key(layout), "ALIGNED": aligned}
+
+
+@device_function
+def _either(a, b):
+    return a | b
 
 
 @device_function
@@ -71,7 +76,7 @@ def superseded(slot_mapping, slot, first, tokens, TOKENS: tl.constexpr, SCAN: tl
                 own = tl.load(slot_mapping + tl.minimum(first + i, tokens - 1))
                 equal |= ((later == own) & (index > first + i)).to(tl.int32) << i
             at += SCAN
-        taken = tl.max((equal[None, :] >> offset[:, None]) & 1, 1)
+        taken = (tl.reduce(equal, 0, _either) >> offset) & 1
     return taken
 
 
@@ -110,7 +115,7 @@ def write_pages(
     row = k + token.to(tl.int64) * k_stride
     group = tl.arange(0, GROUPS)
     value = (group * GROUP)[None, :, None] + tl.arange(0, GROUP)[None, None, :]
-    raw = tl.load(hint(row[:, None, None] + value, ALIGNED))
+    raw = tl.load(wide(row[:, None, None], value, ALIGNED))
 
     slot = tl.load(slot_mapping + token)
     slot = tl.where(inside & (slot >= 0) & (slot < num_pages.to(tl.int64) * entries), slot, NO_SLOT).to(tl.int32)
@@ -122,8 +127,8 @@ def write_pages(
     data = start + entry * data_stride
 
     if VALUES == "bf16":
-        at = data.to(tl.pointer_type(tl.bfloat16))[:, None, None] + value
-        tl.store(hint(at, ALIGNED), raw, mask=live[:, None, None])
+        at = wide(data.to(tl.pointer_type(tl.bfloat16))[:, None, None], value, ALIGNED)
+        tl.store(at, raw, mask=live[:, None, None])
     else:
         numbers = raw.to(tl.float32)
         magnitude = bits_of(numbers) & MAGNITUDE
@@ -139,20 +144,18 @@ def write_pages(
             # Exact: the reciprocal is a power of two, and the product at most the dialect's maximum.
             scaled = tl.where(lost[:, :, None], 0.0, numbers * float_of((254 - code) << 23)[:, :, None])
             code = tl.where(group[None, :] < QUANTISED // GROUP, tl.where(lost, UE8M0_NAN, code), 0)
-            at = (start + scale_start + entry * scale_stride)[:, None] + group[None, :]
-            if ALIGNED:
-                at = tl.multiple_of(at, [1, 8])
+            at = wide((start + scale_start + entry * scale_stride)[:, None], group[None, :], ALIGNED, 8)
             tl.store(at, code.to(tl.uint8), mask=live[:, None])
             lost = lost[:, :, None]
         nan_code: tl.constexpr = 0x80 if FNUZ else 0x7F
         codes = tl.where(lost, nan_code, encode_e4m3(scaled, FNUZ, HW_FP8)).to(tl.uint8)
-        wanted = live[:, None, None] & (value < QUANTISED)
-        tl.store(hint(data[:, None, None] + value, ALIGNED), codes, mask=wanted)
+        wanted = live[:, None, None] & (group < QUANTISED // GROUP)[None, :, None]
+        tl.store(wide(data[:, None, None], value, ALIGNED), codes, mask=wanted)
         if TAIL:
             dim = tl.arange(0, TAIL)
-            copied = tl.load(hint(row[:, None] + QUANTISED + dim[None, :], ALIGNED))
-            at = (data + QUANTISED).to(tl.pointer_type(tl.bfloat16))[:, None] + dim[None, :]
-            tl.store(hint(at, ALIGNED), copied, mask=live[:, None])
+            copied = tl.load(wide((row + QUANTISED)[:, None], dim[None, :], ALIGNED))
+            at = wide((data + QUANTISED).to(tl.pointer_type(tl.bfloat16))[:, None], dim[None, :], ALIGNED)
+            tl.store(at, copied, mask=live[:, None])
 
 
 def write_kv(k: torch.Tensor, pages: PageView, slot_mapping: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PLAIN_GROUP = 64  # how a row without stored scales is cut up
 WIDE_BYTES = 16
+WIDE: tl.constexpr = tl.constexpr(WIDE_BYTES)
 
 PAGE_TYPES = {
     "page_stride": "i64",  # bytes from page to page
@@ -96,11 +97,15 @@ def quotient(dividends, magic, shift):
 
 
 @device_function
-def hint(pointers, ALIGNED: tl.constexpr):
-    """Mark each run of the last dimension as starting at a multiple of 16 bytes, where the key says so."""
+def wide(start, offsets, ALIGNED: tl.constexpr, BYTES: tl.constexpr = WIDE):
+    """``start + offsets``; where the key says so, each run of the last dimension begins at a multiple of ``BYTES``.
+
+    A hint belongs to the operation that makes the pointers: it has to be made here.
+    """
+    pointers = start + offsets
     if ALIGNED:
         if len(pointers.shape) == 3:
-            pointers = tl.multiple_of(pointers, [1, 1, 16])
-        elif len(pointers.shape) == 2:
-            pointers = tl.multiple_of(pointers, [1, 16])
+            pointers = tl.multiple_of(pointers, [1, 1, BYTES])
+        else:
+            pointers = tl.multiple_of(pointers, [1, BYTES])
     return pointers

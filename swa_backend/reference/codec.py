@@ -202,11 +202,11 @@ def _gathered(
 
 
 def _slots(view: PageView, block_table: torch.Tensor, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Slot of each position, int64 [n]; -1 where the table has none."""
+    """Slot of each position, int64 [n]; outside the cache where the table has none, or a page that does not exist."""
     columns = block_table.shape[1]
     if not columns:
         return torch.full_like(position, -1)
     column = position.div(view.entries, rounding_mode="floor")
     page = block_table[request, column.clamp(0, columns - 1)].to(torch.int64)
-    real = (column >= 0) & (column < columns) & (page >= 0) & (page < view.num_pages)
-    return (page * view.entries + position % view.entries).where(real, -1)
+    inside = (column >= 0) & (column < columns)
+    return (page * view.entries + position % view.entries).where(inside, -1)

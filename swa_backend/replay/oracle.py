@@ -123,4 +123,4 @@ def compare(out: np.ndarray, right: np.ndarray, what: str, verdict: Verdict) -> 
     verdict.worst_error = max(verdict.worst_error, np.inf if np.isnan(error).any() else worst)
     if bad.any():
         head = int(np.argmax(bad))
-        verdict.wrong(f"{what}: {int(bad.sum())} of {len(out)} heads, head {head} with relative error {error[head]:.2e}")
+        verdict.wrong(f"{what}: {int(bad.sum())} of {len(out)} heads; head {head} has relative error {error[head]:.2e}")

@@ -28,13 +28,15 @@ def round_to_e4m3(values: np.ndarray, dialect: str) -> np.ndarray:
     size = np.minimum(np.abs(values), grid[-1])
     low, high = np.searchsorted(middles, size, side="left"), np.searchsorted(middles, size, side="right")
     code = np.where(low % 2 == 0, low, high)  # they differ only on a tie
-    return np.copysign(grid[code], values)
+    rounded: np.ndarray = np.copysign(grid[code], values)
+    return rounded
 
 
 def scale_exponent(amax: np.ndarray, dialect: str) -> np.ndarray:
     """Smallest e for which ``2^e`` times the largest written value is at least amax (at least 1e-4)."""
     fraction, exponent = np.frexp(np.maximum(amax, _AMAX_FLOOR) / e4m3_magnitudes(dialect)[-1])
-    return np.clip(exponent - (fraction == 0.5), -127, 128)
+    clipped: np.ndarray = np.clip(exponent - (fraction == 0.5), -127, 128)
+    return clipped
 
 
 def stored_rows(rows: np.ndarray, layout: PageLayout) -> np.ndarray:

@@ -86,7 +86,7 @@ class PagePool:
             if places != 1:
                 wrong.append(f"page {page} is in {places} places of blank, kept, held")
             if self._refs[page] != references.get(page, 0):
-                wrong.append(f"page {page} is held {self._refs[page]} times, stands in {references.get(page, 0)} tables")
+                wrong.append(f"page {page} is held {self._refs[page]} times, is in {references.get(page, 0)} tables")
             if page in blank and page in self._key_of:
                 wrong.append(f"blank page {page} has a key")
             if page in self._kept and page not in self._key_of:

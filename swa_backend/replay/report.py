@@ -17,7 +17,7 @@ class StepTimes:
     p50: float
     p90: float
     p99: float
-    worst: float
+    max: float
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> StepTimes | None:
@@ -28,7 +28,7 @@ class StepTimes:
         return cls(p50, p90, p99, max(seconds))
 
     def __str__(self) -> str:
-        values = {"p50": self.p50, "p90": self.p90, "p99": self.p99, "max": self.worst}
+        values = {"p50": self.p50, "p90": self.p90, "p99": self.p99, "max": self.max}
         return " / ".join(f"{name} {value * 1e3:.2f}" for name, value in values.items()) + " ms"
 
 
@@ -111,7 +111,7 @@ class ReplayReport:
             ("trace", f"{self.trace} ({self.trace_format})"),
             ("model", f"{self.model}, one layer of each type: {', '.join(self.layers)}"),
             ("platform", f"{self.platform}, attention by {self.provider}"),
-            ("requests", f"{self.requests}" + (f" ({self.skipped_rows} bad rows skipped)" if self.skipped_rows else "")),
+            ("requests", f"{self.requests} finished, {self.skipped_rows} bad rows skipped"),
             ("steps", f"{self.steps}"),
             ("tokens", f"{self.tokens} computed; {self.prompt_tokens} prompt, {self.output_tokens} output"),
             ("drafts rejected", f"{self.rejected_drafts}"),

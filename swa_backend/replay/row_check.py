@@ -112,7 +112,13 @@ class RowCheck:
         self._note(group, at, rows, bad.any(dim=1) | (lens != counts) | (counts > rows.shape[1]), lens, counts)
 
     def picks(
-        self, group: str, rows: torch.Tensor, lens: torch.Tensor, keys: np.ndarray, first: np.ndarray, picks: torch.Tensor
+        self,
+        group: str,
+        rows: torch.Tensor,
+        lens: torch.Tensor,
+        keys: np.ndarray,
+        first: np.ndarray,
+        picks: torch.Tensor,
     ) -> None:
         """Check rows that must name picked content, packed to the left in the order of the picks.
 

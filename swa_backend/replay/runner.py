@@ -90,7 +90,8 @@ class _Replay:
         self.histories = Histories(trace.requests, seed, {kind.ratio for kind in layer_types if kind.compressed})
         self.groups = group_specs(layer_types, config, num_pages)
         self.manager = BlockManager(self.groups, config.scheduler.max_model_len, seed)
-        self.scheduler = Scheduler(trace.requests, self.manager, _PageKeys(self.histories, self.manager), self._limits())
+        keys = _PageKeys(self.histories, self.manager)
+        self.scheduler = Scheduler(trace.requests, self.manager, keys, self._limits())
         content = Content(DataMode(options.data), seed, config.num_heads, self.device)
         self.layers = Layers(layer_types, config, backend, content, num_pages, seed)
         self.rows = StepRows(self.groups, self.histories, config.model.window_size)
@@ -217,7 +218,7 @@ class _Replay:
             rows_checked=rows.rows,
             row_mismatches=rows.mismatches,
             seconds=seconds,
-            examples=tuple([*rows.examples, *(outputs.examples if outputs is not None else ())]),
+            examples=(*rows.examples, *(outputs.examples if outputs is not None else ())),
         )
 
 

@@ -106,7 +106,7 @@ def read_trace(
         if len(requests) == max_requests:
             break
         try:
-            if isinstance(row, _BadRow):
+            if isinstance(row, _BadRowError):
                 raise _row_error(path, line, row)
             origin = row.arrival if origin is None else origin
             request = Request(
@@ -137,7 +137,7 @@ class _Row:
     blocks: tuple[int, ...] | None
 
 
-class _BadRow(Exception):
+class _BadRowError(Exception):
     """A row that cannot be used: the key, what was found, what is legal."""
 
     def __init__(self, key: str, found: str, legal: str) -> None:
@@ -145,7 +145,7 @@ class _BadRow(Exception):
         self.key, self.found, self.legal = key, found, legal
 
 
-def _row_error(path: str | Path, line: int, bad: _BadRow) -> TraceError:
+def _row_error(path: str | Path, line: int, bad: _BadRowError) -> TraceError:
     where = f"{path}:{line}" + (f": {bad.key}" if bad.key else "")
     return TraceError(
         where, found=bad.found, legal=bad.legal, fix="Correct the row, or pass --skip-bad-rows to read on and count it."
@@ -184,12 +184,12 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
-def _mooncake_rows(lines: list[str]) -> Iterator[tuple[int, _Row | _BadRow]]:
+def _mooncake_rows(lines: list[str]) -> Iterator[tuple[int, _Row | _BadRowError]]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 yield number, _mooncake_row(line)
-            except _BadRow as bad:
+            except _BadRowError as bad:
                 yield number, bad
 
 
@@ -198,23 +198,23 @@ def _mooncake_row(line: str) -> _Row:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         message = error.msg if isinstance(error, json.JSONDecodeError) else "unreadable JSON"
-        raise _BadRow("", f"{_shorten(line)!r} ({message})", "one complete JSON object a line") from None
+        raise _BadRowError("", f"{_shorten(line)!r} ({message})", "one complete JSON object a line") from None
     if not isinstance(row, dict):
-        raise _BadRow("", f"a JSON {type(row).__name__}", "one JSON object a line")
+        raise _BadRowError("", f"a JSON {type(row).__name__}", "one JSON object a line")
     for key in MOONCAKE_KEYS:
         if key not in row:
-            raise _BadRow(key, f"no such key among {_shorten(', '.join(map(str, row)))}", ", ".join(MOONCAKE_KEYS))
+            raise _BadRowError(key, f"no such key among {_shorten(', '.join(map(str, row)))}", ", ".join(MOONCAKE_KEYS))
     stamp = row["timestamp"]
     if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < 1e18:
-        raise _BadRow("timestamp", _shorten(repr(stamp)), "milliseconds, a number >= 0")
+        raise _BadRowError("timestamp", _shorten(repr(stamp)), "milliseconds, a number >= 0")
     input_length = _positive("input_length", row["input_length"])
     output_length = _positive("output_length", row["output_length"])
     ids = row["hash_ids"]
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < _MAX_ID for i in ids):
-        raise _BadRow("hash_ids", _shorten(repr(ids)), "a list of integers >= 0")
+        raise _BadRowError("hash_ids", _shorten(repr(ids)), "a list of integers >= 0")
     blocks = cdiv(input_length, BLOCK_TOKENS)
     if len(ids) != blocks:
-        raise _BadRow(
+        raise _BadRowError(
             "hash_ids",
             f"{len(ids)} ids for input_length {input_length}",
             f"one id for each {BLOCK_TOKENS} tokens: {blocks}",
@@ -222,7 +222,7 @@ def _mooncake_row(line: str) -> _Row:
     return _Row(stamp / 1000, input_length, output_length, tuple(ids))
 
 
-def _azure_rows(lines: list[str]) -> Iterator[tuple[int, _Row | _BadRow]]:
+def _azure_rows(lines: list[str]) -> Iterator[tuple[int, _Row | _BadRowError]]:
     header_seen = False
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -232,7 +232,7 @@ def _azure_rows(lines: list[str]) -> Iterator[tuple[int, _Row | _BadRow]]:
             continue
         try:
             yield number, _azure_row(line)
-        except _BadRow as bad:
+        except _BadRowError as bad:
             yield number, bad
 
 
@@ -240,14 +240,14 @@ def _azure_row(line: str) -> _Row:
     try:
         cells = [cell.strip() for cell in next(csv.reader([line], strict=True))]
     except csv.Error as error:
-        raise _BadRow("", f"{_shorten(line)!r} ({error})", ",".join(AZURE_COLUMNS)) from None
+        raise _BadRowError("", f"{_shorten(line)!r} ({error})", ",".join(AZURE_COLUMNS)) from None
     if len(cells) != len(AZURE_COLUMNS):
-        raise _BadRow("", f"{len(cells)} columns in {_shorten(line)!r}", f"3 columns: {','.join(AZURE_COLUMNS)}")
+        raise _BadRowError("", f"{len(cells)} columns in {_shorten(line)!r}", f"3 columns: {','.join(AZURE_COLUMNS)}")
     try:
         # Read as UTC whatever it says: only differences matter.
         arrival = datetime.fromisoformat(cells[0].replace("Z", "")).replace(tzinfo=None)
     except ValueError:
-        raise _BadRow("TIMESTAMP", _shorten(repr(cells[0])), "a date and time, YYYY-MM-DD HH:MM:SS.ffffff") from None
+        raise _BadRowError("TIMESTAMP", _shorten(repr(cells[0])), "a date and time, YYYY-MM-DD HH:MM:SS.ffffff") from None
     lengths = []
     for column, cell in zip(AZURE_COLUMNS[1:], cells[1:], strict=True):
         try:
@@ -261,7 +261,7 @@ def _azure_row(line: str) -> _Row:
 
 def _positive(key: str, value: object) -> int:
     if type(value) is not int or not 0 < value < _MAX_ID:
-        raise _BadRow(key, _shorten(repr(value)), "a whole number of tokens, at least 1")
+        raise _BadRowError(key, _shorten(repr(value)), "a whole number of tokens, at least 1")
     return value
 
 
