@@ -221,7 +221,11 @@ class TestReplayRefusals:
 
     @pytest.mark.parametrize(
         ("option", "value", "legal"),
-        [("--model", "V5", "V4-Flash, V4-Pro"), ("--layers", "c2a", "swaonly, c4a, c128a"), ("--layers", "", "swaonly")],
+        [
+            ("--model", "V5", "V4-Flash, V4-Pro"),
+            ("--layers", "c2a", "swaonly, c4a, c128a"),
+            ("--layers", "", "swaonly"),
+        ],
     )
     def test_name_that_is_not_known(self, capsys, option, value, legal):
         assert cli.main(["replay", "--platform", "cpu", option, value]) == 2
