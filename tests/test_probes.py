@@ -10,7 +10,8 @@ import pytest
 import swa_platform_cpu
 import swa_platform_cuda
 import swa_platform_rocm
-from swa_backend.errors import PlatformError
+from swa_backend.errors import PlatformError, ProviderError
+from swa_backend.layer_types import LayerType
 from swa_backend.machine import Machine, hides_devices, load_library
 from swa_backend.platform import CacheRole, Target
 from swa_backend.registry import Choice, choose
@@ -153,7 +154,16 @@ def test_fp8_dialect_on_amd(role, arch, dialect):
 
 
 @pytest.mark.parametrize("platform", [swa_platform_cuda.PLATFORM, swa_platform_rocm.PLATFORM])
-def test_a_missing_part_is_a_clean_error(platform, monkeypatch):
-    monkeypatch.setitem(sys.modules, f"swa_platform_{platform.name}.builder", None)
-    with pytest.raises(PlatformError, match="not part of this release"):
-        platform.load_builder()
+@pytest.mark.parametrize("part", ["load_operations", "load_warmup"])
+def test_missing_triton_is_named_with_the_extra_that_brings_it(platform, part, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ProviderError, match=rf"triton.*swa-backend\[{platform.name}\]"):
+        getattr(platform, part)()
+
+
+@pytest.mark.parametrize("platform", [swa_platform_cuda.PLATFORM, swa_platform_rocm.PLATFORM])
+def test_parts_of_a_gpu_platform(platform):
+    builder_cls = platform.load_builder()
+    assert builder_cls.wants_ragged_rows == (platform.name == "rocm")
+    assert [provider.name for provider in platform.load_providers(None)] == ["reference"]
+    assert set(platform.load_scheduler(None).fresh_plans([LayerType.SWAONLY]).values()) == {None}

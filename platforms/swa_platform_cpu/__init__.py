@@ -35,7 +35,7 @@ def _load_scheduler(target: Target | None) -> TileScheduler:
 
 
 def _load_providers(target: Target | None) -> Sequence[AttentionProvider]:
-    from swa_platform_cpu.attention import ReferenceAttention
+    from swa_backend.reference.provider import ReferenceAttention
 
     return (ReferenceAttention(),)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from swa_backend.errors import PlatformError
-from swa_backend.platform import Platform, Target, TileScheduler
+from swa_backend.platform import NoTileScheduler, Platform, Target, TileScheduler
 from swa_platform_cuda.probe import check_target, probe
 
 if TYPE_CHECKING:
@@ -16,39 +14,32 @@ if TYPE_CHECKING:
     from swa_backend.provider import AttentionProvider
 
 
-def _part(name: str) -> Any:
-    """A module of this package; those that hold kernels are not in every release."""
-    try:
-        return import_module(f"{__name__}.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"{__name__}.{name}":
-            raise
-        raise PlatformError(
-            f"platform cuda: {name}",
-            found="not part of this release",
-            legal="a release with kernels for NVIDIA devices",
-            fix="Install one, or name another platform with SWA_BACKEND_PLATFORM or get_backend(name).",
-        ) from error
-
-
 def _load_builder() -> type[DeepseekSparseSWAMetadataBuilder]:
-    cls: type[DeepseekSparseSWAMetadataBuilder] = _part("builder").CUDADeepseekSparseSWAMetadataBuilder
-    return cls
+    from swa_platform_cuda.builder import CUDADeepseekSparseSWAMetadataBuilder
+
+    return CUDADeepseekSparseSWAMetadataBuilder
 
 
 def _load_operations() -> Operations:
-    operations: Operations = _part("operations").load_operations()
-    return operations
+    from swa_backend.kernels.loading import load_operations
+
+    return load_operations("cuda")
+
+
+def _load_warmup() -> Callable[..., Any]:
+    from swa_backend.kernels.loading import load_warmup
+
+    return load_warmup("cuda")
 
 
 def _load_scheduler(target: Target | None) -> TileScheduler:
-    scheduler: TileScheduler = _part("scheduler").load_scheduler(target)
-    return scheduler
+    return NoTileScheduler()
 
 
 def _load_providers(target: Target | None) -> Sequence[AttentionProvider]:
-    providers: Sequence[AttentionProvider] = _part("providers").load_providers(target)
-    return providers
+    from swa_backend.reference.provider import ReferenceAttention
+
+    return (ReferenceAttention(),)
 
 
 PLATFORM = Platform(
@@ -61,4 +52,5 @@ PLATFORM = Platform(
     load_providers=_load_providers,
     auto_rank=10,
     check_target=check_target,
+    load_warmup=_load_warmup,
 )

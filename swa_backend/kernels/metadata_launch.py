@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from swa_backend._math import cdiv
@@ -91,7 +93,7 @@ class MetadataLauncher:
         decode_indices = buffers.decode_indices
         if not causal and buffers.noncausal_indices is not None:
             decode_indices = buffers.noncausal_indices
-        key = metadata_key(
+        key: dict[str, Any] = metadata_key(
             buffers.window,
             decode_indices.shape[2],
             buffers.prefill_indices.shape[2],
@@ -130,7 +132,7 @@ class MetadataLauncher:
             self._num_compressed,
         )
         tile = launcher.tiles["TILE"]
-        return _Kind(bound, tile, int(key["DECODE_BLOCK"]), int(key["PREFILL_BLOCK"]))
+        return _Kind(bound, tile, key["DECODE_BLOCK"], key["PREFILL_BLOCK"])
 
     def _ragged(self, ragged: RaggedBuffers | None) -> tuple[torch.Tensor, torch.Tensor]:
         return (self._nothing, self._nothing) if ragged is None else (ragged.indices, ragged.indptr)
