@@ -57,7 +57,6 @@ def compare(contenders: Mapping[str, Callable[[], Any]]) -> dict[str, Timing]:
 
 def on_gpu(call: Callable[[], Any], calls: int = CALLS_PER_ROUND) -> tuple[float, float]:
     """(microseconds, launches) a call spends on the GPU, copies included."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -65,7 +64,7 @@ def on_gpu(call: Callable[[], Any], calls: int = CALLS_PER_ROUND) -> tuple[float
         for _ in range(calls):
             call()
         torch.cuda.synchronize()
-    events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+    events = [event for event in profiler.events() or () if event.device_type.name == "CUDA"]
     return sum(event.device_time for event in events) / calls, len(events) / calls
 
 

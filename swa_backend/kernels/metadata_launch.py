@@ -14,7 +14,6 @@ from swa_backend.kernels.metadata import MAX_GROUPS, ROW_BLOCK, build_metadata, 
 from swa_backend.step import BuildStep
 
 
-
 class MetadataLauncher:
     """Callable that builds one step; what `swa_backend.operations.Operations.prepare_build` returns.
 
