@@ -35,7 +35,11 @@ class _Data(StrEnum):
 
 def replay(
     trace: Annotated[
-        Path | None, typer.Option(help="Mooncake JSONL or Azure CSV, told apart by content. Default: packaged sample.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Mooncake JSONL or Azure CSV, told apart by content; azure or mooncake name the packaged samples.",
+        ),
     ] = None,
     model: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="Packaged model, or a Hugging Face config.json.")
@@ -43,7 +47,7 @@ def replay(
     platform: PlatformOption = None,
     max_requests: Annotated[
         int | None,
-        typer.Option(min=1, help="Stop reading after this many requests. Default: 12 of the sample, else all."),
+        typer.Option(min=1, help="Stop reading after this many requests. Default: 12 without --trace, else all."),
     ] = None,
     layers: Annotated[
         str | None,
@@ -56,6 +60,17 @@ def replay(
         _Data, typer.Option(help="exact: values that the cache layout holds exactly; arbitrary: any values.")
     ] = _Data.EXACT,
     drafts: Annotated[int, typer.Option(min=0, help="Draft tokens of a decoding request and step.")] = 0,
+    acceptance: Annotated[float, typer.Option(help="Probability that a draft is right if all before it were.")] = 0.7,
+    max_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2048,
+    max_seqs: Annotated[int, typer.Option(min=1, help="Requests of a step.")] = 64,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the longest request. Default: as the trace needs.")
+    ] = None,
+    page_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a window page, a multiple of 32.")] = 64,
+    pages: Annotated[
+        int | None, typer.Option(min=1, help="Pages of each cache. Default: 2048, more if a request needs them.")
+    ] = None,
+    cache_layout: Annotated[str, typer.Option(metavar="NAME", help="Page layout of the window caches.")] = "fp8_ds_mla",
     skip_bad_rows: Annotated[bool, typer.Option(help="Leave malformed trace rows out and count them.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -74,6 +89,13 @@ def replay(
         seed=seed,
         data=data.value,
         drafts=drafts,
+        acceptance=acceptance,
+        max_batched_tokens=max_batched_tokens,
+        max_seqs=max_seqs,
+        max_model_len=max_model_len,
+        page_tokens=page_tokens,
+        pages=pages,
+        cache_layout=cache_layout,
         skip_bad_rows=skip_bad_rows,
     )
     with progress_bar("replay") as progress:

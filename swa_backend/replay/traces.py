@@ -247,7 +247,8 @@ def _azure_row(line: str) -> _Row:
         # Read as UTC whatever it says: only differences matter.
         arrival = datetime.fromisoformat(cells[0].replace("Z", "")).replace(tzinfo=None)
     except ValueError:
-        raise _BadRowError("TIMESTAMP", _shorten(repr(cells[0])), "a date and time, YYYY-MM-DD HH:MM:SS.ffffff") from None
+        legal = "a date and time, YYYY-MM-DD HH:MM:SS.ffffff"
+        raise _BadRowError("TIMESTAMP", _shorten(repr(cells[0])), legal) from None
     lengths = []
     for column, cell in zip(AZURE_COLUMNS[1:], cells[1:], strict=True):
         try:
