@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING
 import triton.language as tl
 
 from swa_backend.kernels.jit import Tuning, kernel
-from swa_backend.kernels.paging import divisor
-from swa_backend.kernels.topk import ANY_PAGE, kept_slots
+from swa_backend.kernels.topk import (
+    load_block,
+    page_numbers,
+    pages_of,
+    store_none,
+    store_packed,
+    visible_entries,
+)
 
 if TYPE_CHECKING:
     from swa_backend.cache_layout import Dialect
@@ -61,9 +67,9 @@ def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Itera
         "columns": "i32",
         "page_entries": "i32",
         "magic": "i64",  # of page_entries
-        "shift": "i64",
-        "ratio": "i32",
+        "shift": "i32",
         "num_pages": "i32",
+        "ratio": "i32",
     },
     tuning={
         "": Tuning(1, 1, tiles={"BLOCK": 512, "WINDOW": 128}),
@@ -75,7 +81,7 @@ def combine(
     window_rows, window_lens, topk, token_to_req, is_valid, query_start_loc, seq_lens, gather_lens, right_visible,
     block_table, out_rows, out_lens, window_stride, topk_stride, table_stride, out_stride, width, out_width,
     first_token, num_decodes, chunk_first, chunk_end, chunk_compressed, chunk_width, columns, page_entries, magic,
-    shift, ratio, num_pages,
+    shift, num_pages, ratio,
     COMPRESSED: tl.constexpr, IMAGES: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -96,43 +102,32 @@ def combine(
     out = out_rows + token * out_stride
 
     start = base + chunk_compressed + end - window_len - gathered
-    lane = tl.arange(0, WINDOW)
     first = tl.zeros_like(width)
     while first < window_len:
-        at = first + lane
-        inside = at < window_len
-        at = tl.where(inside, at, 0)
-        slot = tl.load(window_rows + token * window_stride + at, mask=inside, other=NONE)
-        tl.store(out + at, tl.where(slot >= 0, start + at, NONE), mask=inside)
+        slot = load_block(window_rows + token * window_stride, first, window_len, WINDOW)
+        at = first + tl.arange(0, WINDOW)
+        fits = at < window_len
+        tl.store(out + tl.where(fits, at, 0), tl.where(slot >= 0, start + at, NONE), mask=fits)
         first += WINDOW
 
     count = window_len
-    lane = tl.arange(0, BLOCK)
+    filled = window_len
     if COMPRESSED != "none":
-        complete = tl.where(served, tl.minimum((position + 1) // ratio, chunk_compressed), 0)
+        visible = tl.minimum(visible_entries(position, ratio, columns, page_entries), chunk_compressed)
+        visible = tl.where(served, visible, 0)
         table = block_table + request.to(tl.int64) * table_stride
         entries = width
         if COMPRESSED == "every":
-            entries = complete
+            entries = visible
         first = tl.zeros_like(width)
         while first < entries:
-            at = first + lane
-            inside = at < entries
-            local = at
+            local = first + tl.arange(0, BLOCK)
             if COMPRESSED == "listed":
-                local = tl.load(topk + token * topk_stride + tl.where(inside, at, 0), mask=inside, other=NONE)
-            _slot, keep = kept_slots(local, inside, complete, table, columns, page_entries, magic, shift, num_pages)
-            kept = keep.to(tl.int32)
-            place = count + tl.cumsum(kept, 0) - 1
-            tl.store(out + tl.where(keep, place, 0), base + local, mask=keep)
-            count += tl.sum(kept, 0)
+                local = load_block(topk + token * topk_stride, first, width, BLOCK)
+            _page, _column, keep = pages_of(local, visible, table, magic, shift, num_pages)
+            count, filled = store_packed(out, base + local, keep, count, filled, out_width, BLOCK)
             first += BLOCK
-    at = count // BLOCK * BLOCK
-    while at < out_width:
-        place = at + lane
-        empty = (place >= count) & (place < out_width)
-        tl.store(out + tl.where(empty, place, 0), NONE, mask=empty)
-        at += BLOCK
+    store_none(out, filled, out_width, BLOCK)
     tl.store(out_lens + token, count)
 
 
@@ -141,11 +136,10 @@ def combine_rows(step: CombineStep) -> None:
     compressed, chunk = step.compressed, step.chunk
     unread = step.window_lens
     kind, topk, table = "none", None, None
-    page_entries, num_pages, ratio, width = 1, 0, 1, 0
+    pages, ratio, width = page_numbers(1, 0), 1, 0
     if compressed is not None:
         topk, table = compressed.topk, compressed.block_table
-        page_entries, ratio = compressed.entries_per_page, compressed.ratio
-        num_pages = ANY_PAGE if compressed.num_pages is None else compressed.num_pages
+        pages, ratio = page_numbers(compressed.entries_per_page, compressed.num_pages), compressed.ratio
         kind, width = ("every", 0) if topk is None else ("listed", topk.shape[1])
     launcher = combine.on(step.out_rows.device, COMPRESSED=kind, IMAGES=step.right_visible is not None)
     launcher.launch(
@@ -156,5 +150,5 @@ def combine_rows(step: CombineStep) -> None:
         step.out_rows, step.out_lens, step.window_rows.stride(0), 0 if topk is None else topk.stride(0),
         0 if table is None else table.stride(0), step.out_rows.stride(0), width, step.out_rows.shape[1],
         step.first_token, step.num_decodes, chunk.first, chunk.end, chunk.compressed, chunk.width,
-        0 if table is None else table.shape[1], page_entries, *divisor(page_entries), ratio, num_pages,
+        0 if table is None else table.shape[1], *pages, ratio,
     )  # fmt: skip

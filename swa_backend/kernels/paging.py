@@ -83,17 +83,18 @@ def cache_layouts(
 
 def divisor(number: int) -> tuple[int, int]:
     """(magic, shift) with which `quotient` divides by ``number``, an int from 1 to 2^31 - 1."""
-    bits = 31 + (number - 1).bit_length()
-    return -(-(1 << bits) // number), bits
+    bits = (number - 1).bit_length()
+    return -(-(1 << (31 + bits)) // number), bits
 
 
 @device_function
 def quotient(dividends, magic, shift):
-    """int32 dividends from 0 on, divided exactly by the number that ``magic`` and ``shift`` stand for.
+    """int32 dividends, divided exactly by the number that ``magic`` and ``shift`` stand for; garbage below 0.
 
     A chip has no integer division: one by a number that is only known at run time costs about twenty instructions.
     """
-    return ((dividends.to(tl.int64) * magic) >> shift).to(tl.int32)
+    doubled = dividends.to(tl.uint32) << 1
+    return (tl.umulhi(doubled, tl.zeros_like(doubled) + magic.to(tl.uint32)) >> shift.to(tl.uint32)).to(tl.int32)
 
 
 @device_function

@@ -23,27 +23,79 @@ if TYPE_CHECKING:
     from swa_backend.platform import CacheRole
 
 NONE: tl.constexpr = tl.constexpr(-1)
-LAST_SLOT: tl.constexpr = tl.constexpr(2**31 - 1)
-ANY_PAGE = 2**31 - 1  # where the number of pages is not known, int32 alone bounds a slot
+LAST: tl.constexpr = tl.constexpr(2**31 - 1)
+MAX_SLOTS = 2**31
+
+
+def page_numbers(entries_per_page: int, num_pages: int | None) -> tuple[int, int, int, int]:
+    """The run-time arguments page_entries, magic, shift and num_pages of `pages_of`."""
+    last = MAX_SLOTS // entries_per_page + 1  # one past the last page that has a slot which fits int32
+    return entries_per_page, *divisor(entries_per_page), last if num_pages is None else min(num_pages, last)
 
 
 @device_function
-def kept_slots(
-    local, inside, complete, table, columns, page_entries, magic, shift, num_pages,
-):  # fmt: skip
-    """Slots of request-local entries, and which are kept; a dropped one's slot means nothing.
+def visible_entries(position, ratio, columns, page_entries):
+    """How many entries a token can see at most: those complete at its position, as far as its table reaches."""
+    reach = tl.minimum(columns.to(tl.int64) * page_entries, LAST).to(tl.int32)
+    return tl.maximum(tl.minimum((position + 1) // ratio, reach), 0)
 
-    ``complete`` is the number of entries that the token may see, 0 for a token that sees none.
-    """
-    keep = inside & (local >= 0) & (local < complete)
-    number = tl.where(keep, local, 0)
-    column = quotient(number, magic, shift)
-    keep = keep & (column < columns)
-    # A dropped lane's address stays inside the row: masked loads may still touch it.
+
+@device_function
+def load_block(row, first, width, BLOCK: tl.constexpr):
+    """Entries from ``first`` on of a row of ``width``, -1 past its end."""
+    at = first + tl.arange(0, BLOCK)
+    if first + BLOCK <= width:
+        values = tl.load(row + at)
+    else:
+        inside = at < width
+        # A dead lane's address stays inside the row: masked loads may still touch it.
+        values = tl.load(row + tl.where(inside, at, 0), mask=inside, other=NONE)
+    return values
+
+
+@device_function
+def pages_of(local, visible, table, magic, shift, num_pages):
+    """Page and column of request-local entries, and which have a page, out of the first ``visible`` ones."""
+    keep = local.to(tl.uint32) < visible.to(tl.uint32)
+    column = quotient(local, magic, shift)
     page = tl.load(table + tl.where(keep, column, 0), mask=keep, other=NONE)
-    slot = page.to(tl.int64) * page_entries + (number - column * page_entries)
-    keep = keep & (page >= 0) & (page < num_pages) & (slot <= LAST_SLOT)
-    return slot.to(tl.int32), keep
+    return page, column, keep & (page.to(tl.uint32) < num_pages.to(tl.uint32))
+
+
+@device_function
+def store_packed(out, values, keep, count, filled, width, BLOCK: tl.constexpr):
+    """Store the kept of BLOCK values behind the first ``count`` entries of a row of ``width``.
+
+    Returns (count, filled): the new count, and how far the row is written; what lies between is -1.
+    """
+    lane = tl.arange(0, BLOCK)
+    # One sum for two: how many are kept, and the sum of their lanes. That is least when they are the first ones.
+    both = tl.sum(tl.where(keep, lane * (2 * BLOCK) + 1, 0), 0)
+    number = both % (2 * BLOCK)
+    if (both // (2 * BLOCK)) * 2 == number * (number - 1):  # an indexer puts what it found first: nothing moves
+        values = tl.where(keep, values, NONE)
+        at = count + lane
+        if count + BLOCK <= width:
+            tl.store(out + at, values)
+        else:
+            fits = at < width
+            tl.store(out + tl.where(fits, at, 0), values, mask=fits)
+        filled = tl.maximum(filled, count + BLOCK)
+    else:
+        at = count + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(out + tl.where(keep, at, 0), values, mask=keep)
+        filled = tl.maximum(filled, count + number)
+    return count + number, filled
+
+
+@device_function
+def store_none(out, filled, width, BLOCK: tl.constexpr):
+    """Fill a row with -1 from entry ``filled`` on."""
+    while filled < width:
+        at = filled + tl.arange(0, BLOCK)
+        fits = at < width
+        tl.store(out + tl.where(fits, at, 0), NONE, mask=fits)
+        filled += BLOCK
 
 
 def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Iterator[Mapping[str, object]]:
@@ -69,9 +121,9 @@ def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Itera
         "columns": "i32",
         "page_entries": "i32",
         "magic": "i64",  # of page_entries
-        "shift": "i64",
-        "ratio": "i32",
+        "shift": "i32",
         "num_pages": "i32",
+        "ratio": "i32",
     },
     tuning={
         "": Tuning(1, 1, tiles={"BLOCK": 512}),
@@ -81,7 +133,7 @@ def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Itera
 )
 def map_rows(
     topk, token_to_req, positions, block_table, is_valid, out_slots, out_lens,
-    topk_stride, table_stride, out_stride, width, requests, columns, page_entries, magic, shift, ratio, num_pages,
+    topk_stride, table_stride, out_stride, width, requests, columns, page_entries, magic, shift, num_pages, ratio,
     WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -89,30 +141,24 @@ def map_rows(
     served = (tl.load(is_valid + token) != 0) & (request >= 0) & (request < requests)
     if WIDE:
         position = tl.load(positions.to(tl.pointer_type(tl.int64)) + token)
+        position = tl.minimum(tl.maximum(position, -1), LAST - 1).to(tl.int32)
     else:
-        position = tl.load(positions + token).to(tl.int64)
-    complete = tl.where(served, (position + 1) // ratio, 0)
+        position = tl.minimum(tl.load(positions + token), LAST - 1)
+    visible = tl.where(served, visible_entries(position, ratio, columns, page_entries), 0)
     table = block_table + tl.where(served, request, 0).to(tl.int64) * table_stride
-    lane = tl.arange(0, BLOCK)
+    row = topk + token * topk_stride
     out = out_slots + token * out_stride
     count = tl.zeros_like(request)
-    first = tl.zeros_like(width)
+    filled = count
+    first = count
     while first < width:
-        at = first + lane
-        inside = at < width
-        local = tl.load(topk + token * topk_stride + tl.where(inside, at, 0), mask=inside, other=NONE)
-        slot, keep = kept_slots(local, inside, complete, table, columns, page_entries, magic, shift, num_pages)
-        kept = keep.to(tl.int32)
-        place = count + tl.cumsum(kept, 0) - 1
-        tl.store(out + tl.where(keep, place, 0), slot, mask=keep)
-        count += tl.sum(kept, 0)
+        local = load_block(row, first, width, BLOCK)
+        page, column, keep = pages_of(local, visible, table, magic, shift, num_pages)
+        slot = page * page_entries + (local - column * page_entries)
+        keep = keep & (slot >= 0)  # a page of unknown caches may reach past int32: its slots wrap around
+        count, filled = store_packed(out, slot, keep, count, filled, width, BLOCK)
         first += BLOCK
-    at = count // BLOCK * BLOCK
-    while at < width:
-        place = at + lane
-        empty = (place >= count) & (place < width)
-        tl.store(out + tl.where(empty, place, 0), NONE, mask=empty)
-        at += BLOCK
+    store_none(out, filled, width, BLOCK)
     tl.store(out_lens + token, count)
 
 
@@ -138,5 +184,5 @@ def map_topk(
         (topk.shape[0], 1, 1),
         topk, token_to_req, positions.view(torch.int32) if wide else positions, block_table, is_valid, out_slots,
         out_lens, topk.stride(0), block_table.stride(0), out_slots.stride(0), topk.shape[1], *block_table.shape,
-        entries_per_page, *divisor(entries_per_page), ratio, ANY_PAGE if num_pages is None else num_pages,
+        *page_numbers(entries_per_page, num_pages), ratio,
     )  # fmt: skip

@@ -7,8 +7,6 @@ import torch
 from swa_backend.combine import CombineStep, CompressedRows
 from swa_backend.reference.topk import _slots
 
-_INT32_MAX = 2**31 - 1
-
 
 def combine_rows(step: CombineStep) -> None:
     """Fill ``out_rows`` and ``out_lens``.
@@ -73,11 +71,11 @@ def _append(
         compressed.entries_per_page,
         served,
         compressed.ratio,
-        _INT32_MAX if compressed.num_pages is None else compressed.num_pages,
+        compressed.num_pages,
     )
     keep &= local < step.chunk.compressed
     target = torch.where(keep, window_len[:, None] + keep.cumsum(dim=1) - 1, rows.shape[1])
     wider = torch.cat((rows, rows.new_full((rows.shape[0], 1), -1)), dim=1)
     wider.scatter_(1, target, torch.where(keep, base[:, None] + local, -1).to(rows.dtype))
     rows.copy_(wider[:, :-1])
-    step.out_lens += keep.sum(dim=1).to(step.out_lens.dtype)
+    step.out_lens.add_(keep.sum(dim=1))
