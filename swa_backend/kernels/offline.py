@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -266,14 +267,16 @@ def compile_only(
     previous_driver = triton_driver._active
     with _compile_hooks(driver), knobs.cache.scope():
         if cache is not None:
+            rebase_cache(cache)  # what an earlier call stored for elsewhere has to be found here too
             knobs.cache.dir = str(Path(cache).absolute())
         triton_driver.set_active(driver)
         try:
             yield driver
             if cache is not None:
-                rebase_cache(cache, mounted_at)
                 _write_conditions(Path(cache), driver.target)
         finally:
+            if cache is not None:
+                rebase_cache(cache, mounted_at)
             triton_driver._active = previous_driver
             driver._forget()
 
@@ -284,11 +287,13 @@ def _compile_hooks(driver: OfflineDriver) -> Iterator[None]:
     earlier_before, earlier_after = runtime.jit_cache_hook, runtime.jit_post_compile_hook
 
     def before(**event: Any) -> Any:
-        driver._before_compile(event["fn"].jit_function)
+        if triton_driver._active is driver:  # else a driver inside this one's context is compiling
+            driver._before_compile(event["fn"].jit_function)
         return earlier_before(**event) if earlier_before else None
 
     def after(**event: Any) -> Any:
-        driver._after_compile(event["fn"].jit_function, event["compile"]["key"])
+        if triton_driver._active is driver:
+            driver._after_compile(event["fn"].jit_function, event["compile"]["key"])
         return earlier_after(**event) if earlier_after else None
 
     runtime.jit_cache_hook, runtime.jit_post_compile_hook = before, after
@@ -328,6 +333,7 @@ def cache_conditions(target: Target | str) -> dict[str, str]:
     """What a process must share with this one to find its kernels, by a short name for each condition."""
     environment = {name: value for name, value in sorted(get_cache_invalidating_env_vars().items()) if value}
     return {
+        "library version": version("swa-backend"),
         "Triton version": triton.__version__,
         "Triton build": triton_key(),
         "compiler back end": make_backend(triton_target(target)).hash(),
