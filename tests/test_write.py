@@ -198,6 +198,13 @@ def test_a_table_without_columns_gives_zero_rows(cache: DeepseekV4SWACache) -> N
     assert out[0, :, 3].tolist() == [7, 7, 0, 0, 0, 0, 0, 0, 7, 7, 7, 7]
 
 
+def test_positions_before_the_first_give_zero_rows(cache: DeepseekV4SWACache) -> None:
+    write_kv(keys(SLOTS), cache, torch.arange(SLOTS))
+    out = call(cache, gather_lens=ints(6, 12), offset=0)
+    assert out[1, :, 0].tolist() == [0, 0] + [1] * 10
+    assert out[0, :, 0].tolist() == [1] * 6 + [7] * 6
+
+
 def test_requests_of_the_workspace_may_lie_apart(cache: DeepseekV4SWACache) -> None:
     whole = torch.full((2, 20, 512), 7.0, dtype=torch.bfloat16)
     call(cache, out=whole[:, 4:16])
