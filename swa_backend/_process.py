@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import PurePath
 
@@ -24,3 +25,12 @@ def is_own_command() -> bool:
         module = sys.orig_argv[-len(argv)]
         return module == _PACKAGE or (module.startswith("-") and module.endswith(f"m{_PACKAGE}"))
     return PurePath(argv[0]).name in _SCRIPTS
+
+
+def let_threads_sleep() -> None:
+    """Have torch's CPU threads sleep while they wait for each other, unless the user chose otherwise.
+
+    By default they spin, which makes a step several times slower as soon as anything else runs on the machine. OpenMP
+    reads the variable when torch is loaded, and for the whole process: only our own command asks for it.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

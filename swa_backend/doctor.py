@@ -59,7 +59,7 @@ class Report:
         chosen: platform of this process, None if none could be chosen; ``why`` and ``error`` say why or why not.
         versions: of this library and of what it runs on; None = not installed.
         torch_build: toolkits that torch was built for.
-        environment: variables that are set and that this library or a device runtime reads.
+        environment: variables that are set and that this library, a device runtime or torch's threads read.
         devices: what torch finds, one line a device.
         platforms: every registration, those that cannot be loaded included.
         backends: the providers of each usable platform, or of the one asked for.
@@ -184,7 +184,7 @@ def _environment(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(env.items())
-        if name.startswith("SWA_BACKEND_") or name.endswith("_VISIBLE_DEVICES")
+        if name.startswith(("SWA_BACKEND_", "OMP_")) or name.endswith("_VISIBLE_DEVICES")
     }
 
 

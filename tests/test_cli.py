@@ -44,6 +44,16 @@ class TestProcess:
             assert json.loads(done.stdout)["chosen"] is None
 
 
+@pytest.mark.parametrize(("given", "used"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_waiting_threads_sleep_in_our_own_command_alone(monkeypatch, given, used):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    done = command(MODULE, "doctor", "--json", SWA_BACKEND_PLATFORM="cpu", **given)
+    assert json.loads(done.stdout)["environment"]["OMP_WAIT_POLICY"] == used
+    code = "import os, swa_backend; print(os.environ.get('OMP_WAIT_POLICY'))"
+    done = command([sys.executable, "-c", code], SWA_BACKEND_PLATFORM="cpu", **given)
+    assert done.stdout.strip() == given.get("OMP_WAIT_POLICY", "None")
+
+
 def test_help_and_version_work_whatever_the_environment_says():
     assert command(SCRIPT, "--version", SWA_BACKEND_PLATFORM="nope").stdout.startswith("swa-backend 0.")
     done = command(SCRIPT, "replay", "--help", SWA_BACKEND_PLATFORM="nope")
