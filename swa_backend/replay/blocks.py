@@ -199,6 +199,7 @@ class BlockManager:
                     wrong.append(f"{name}: request {request} has one page in two columns")
                 if not all(0 <= page < group.num_pages for page in live):
                     wrong.append(f"{name}: request {request} has a live column outside the cache")
+                    continue
                 references.update(live)
                 # A page that is still being filled belongs to one request alone.
                 for page in live[max(tables.published[name] - row.first, 0) :]:
