@@ -83,8 +83,17 @@ class Backend:
         return self.platform.cache_dialect(role, self.target)
 
     def warmup(self, config: BackendConfig, **options: Any) -> Sequence[str]:
-        """Compile every kernel that ``config`` can need; returns the names of what was compiled."""
+        """Compile every kernel that ``config`` can need, for the target or else for this machine's device.
+
+        Args:
+            config: what keys are derived from.
+            options: as the platform's warm-up takes them; ours take ``progress(done, total, text)``, and for a target
+                ``cache``, a folder to fill (see `swa_backend.kernels.warmup`).
+
+        Returns:
+            Kernel and key of everything that is compiled now; empty on a platform that compiles nothing.
+        """
         if self.platform.load_warmup is None:
             return ()
-        names: Sequence[str] = self.platform.load_warmup()(config, self.target, **options)
+        names: Sequence[str] = self.platform.load_warmup()(self, config, **options)
         return names

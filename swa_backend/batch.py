@@ -161,16 +161,16 @@ def check_batch(batch: CommonAttentionMetadata, *, device: torch.device, schedul
     Raises:
         BatchError: naming the field.
     """
-    for field in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
-        value = getattr(batch, field)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise BatchError(field, found=repr(value), legal="an int >= 0", fix="Pass the host value as a Python int.")
-    if not isinstance(batch.causal, bool):
-        raise BatchError("causal", found=repr(batch.causal), legal="True or False", fix="Pass a Python bool.")
     num_reqs, num_tokens = batch.num_reqs, batch.num_actual_tokens
-    _capacity("num_reqs", num_reqs, scheduler.max_num_seqs, "max_num_seqs")
-    _capacity("num_actual_tokens", num_tokens, scheduler.max_num_batched_tokens, "max_num_batched_tokens")
-    _capacity("max_seq_len", batch.max_seq_len, scheduler.max_model_len, "max_model_len")
+    if not (
+        type(num_reqs) is type(num_tokens) is type(batch.max_query_len) is type(batch.max_seq_len) is int
+        and type(batch.causal) is bool
+        and 0 <= num_reqs <= scheduler.max_num_seqs
+        and 0 <= num_tokens <= scheduler.max_num_batched_tokens
+        and 0 <= batch.max_query_len
+        and 0 <= batch.max_seq_len <= scheduler.max_model_len
+    ):
+        _refuse_numbers(batch, scheduler)
     check_tensor("query_start_loc", batch.query_start_loc, torch.int32, (num_reqs + 1,), device)
     check_tensor("query_start_loc_cpu", batch.query_start_loc_cpu, torch.int32, (num_reqs + 1,), _HOST)
     check_tensor("seq_lens", batch.seq_lens, torch.int32, (num_reqs,), device)
@@ -190,6 +190,19 @@ def check_batch(batch: CommonAttentionMetadata, *, device: torch.device, schedul
             legal=f"0 to num_actual_tokens = {num_tokens}",
             fix="Make its last entry the number of real tokens; padding comes after it.",
         )
+
+
+def _refuse_numbers(batch: CommonAttentionMetadata, scheduler: SchedulerConfig) -> None:
+    """Say which number is wrong; returns if they are ints of another class."""
+    for field in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
+        value = getattr(batch, field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise BatchError(field, found=repr(value), legal="an int >= 0", fix="Pass the host value as a Python int.")
+    if not isinstance(batch.causal, bool):
+        raise BatchError("causal", found=repr(batch.causal), legal="True or False", fix="Pass a Python bool.")
+    _capacity("num_reqs", batch.num_reqs, scheduler.max_num_seqs, "max_num_seqs")
+    _capacity("num_actual_tokens", batch.num_actual_tokens, scheduler.max_num_batched_tokens, "max_num_batched_tokens")
+    _capacity("max_seq_len", batch.max_seq_len, scheduler.max_model_len, "max_model_len")
 
 
 def _capacity(field: str, value: int, limit: int, name: str) -> None:

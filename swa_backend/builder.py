@@ -24,7 +24,7 @@ from swa_backend.image_spans import SpanUpload, check_spans, spans_in_step
 from swa_backend.layer_types import LayerType
 from swa_backend.metadata import NO_PLANS, DeepseekSparseSWAMetadata
 from swa_backend.metadata_assembly import PrefillHostLens, RowViews, assemble
-from swa_backend.platform import require_device
+from swa_backend.platform import NoTileScheduler, require_device
 from swa_backend.provider_choice import attention_shape, choose_provider
 from swa_backend.split import Split, split_decodes_and_prefills
 from swa_backend.step import BuildStep
@@ -95,6 +95,7 @@ class DeepseekSparseSWAMetadataBuilder:
             SpanUpload(config.scheduler.max_num_batched_tokens, self.device) if config.max_image_tokens else None
         )
         self._present_types: tuple[LayerType, ...] = config.model.present_layer_types
+        self._takes_plans = not isinstance(self.backend.scheduler, NoTileScheduler)
         self._generation = 0
 
     def set_num_pages(self, num_pages: int, group: str = MAIN_GROUP) -> None:
@@ -275,7 +276,7 @@ class DeepseekSparseSWAMetadataBuilder:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Host [num_prefills] int32 tensors: sequence lengths, query lengths, replay starts where known."""
         first = split.num_decodes
-        query_lens = batch.query_start_loc_cpu[first + 1 :] - batch.query_start_loc_cpu[first:-1]
+        query_lens = batch.query_start_loc_cpu[first:].diff()
         seq_lens, replay = batch.seq_lens_cpu_upper_bound, batch.replay_start_cpu
         if self.device.type == "cpu":  # the device tensors are host tensors
             seq_lens = batch.seq_lens if seq_lens is None else seq_lens
@@ -290,7 +291,7 @@ class DeepseekSparseSWAMetadataBuilder:
         return seq_lens[first:], query_lens, None if replay is None else replay[first:]
 
     def _plans(self, num_decode_tokens: int) -> Mapping[LayerType, Any]:
-        if not num_decode_tokens:
+        if not num_decode_tokens or not self._takes_plans:
             return NO_PLANS
         return {**NO_PLANS, **self.backend.scheduler.fresh_plans(self._present_types)}
 

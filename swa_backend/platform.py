@@ -106,7 +106,7 @@ class Platform:
         cache_dialect: the fp8 dialect of a cache by its role and target.
         auto_rank: position in automatic selection, smaller first; None keeps the platform out of it.
         check_target: reasons why a target cannot be served; empty when it can.
-        load_warmup: imports and returns ``warmup(config, target, **options)``; None when nothing is compiled.
+        load_warmup: imports and returns ``warmup(backend, config, **options)``; None when nothing is compiled.
         interface_version: version of this interface that the platform was written for.
     """
 

@@ -45,16 +45,15 @@ def split_decodes_and_prefills(
         BatchError: short extends are to be told apart and ``is_prefilling`` is missing or has another length.
     """
     num_reqs = query_start_loc_cpu.shape[0] - 1
-    all_decode = Split(num_reqs, 0, num_tokens, 0)
     if (
         max_query_len <= decode_threshold
         and (not require_uniform or decode_threshold <= 1)
         and treat_short_extends_as_decodes
     ):
-        return all_decode
+        return Split(num_reqs, 0, num_tokens, 0)
     if num_reqs <= 0:
         return Split(0, 0, 0, 0)
-    query_lens = query_start_loc_cpu[1:] - query_start_loc_cpu[:-1]
+    query_lens = query_start_loc_cpu.diff()
     starts = query_lens > decode_threshold
     if require_uniform or not treat_short_extends_as_decodes:
         first = int(query_lens[0])
@@ -65,9 +64,9 @@ def split_decodes_and_prefills(
         if not treat_short_extends_as_decodes:
             starts = starts | _prefilling(is_prefilling, num_reqs)
     num_decodes = int(starts.view(torch.uint8).argmax())  # the first that starts, 0 if none does
-    if num_decodes == 0:
-        return Split(0, num_reqs, 0, num_tokens) if bool(starts[0]) else all_decode
-    num_decode_tokens = int(query_start_loc_cpu[num_decodes])
+    if num_decodes == 0 and not bool(starts[0]):
+        return Split(num_reqs, 0, num_tokens, 0)
+    num_decode_tokens = int(query_start_loc_cpu[num_decodes]) if num_decodes else 0
     return Split(num_decodes, num_reqs - num_decodes, num_decode_tokens, num_tokens - num_decode_tokens)
 
 

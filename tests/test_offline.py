@@ -20,6 +20,7 @@ from swa_backend.kernels.offline import cache_mismatches, compile_only, rebase_c
 
 NVIDIA = ("cuda:80", "cuda:89", "cuda:90", "cuda:100", "cuda:120")
 AMD = ("hip:gfx942", "hip:gfx950")
+ELF_MACHINE = {"hip:gfx942": 0x4C, "hip:gfx950": 0x4F}  # EF_AMDGPU_MACH, the low byte of e_flags
 ROOT = Path(__file__).parents[1]
 
 
@@ -47,8 +48,8 @@ def test_binary_is_for_the_target(target):
         assert f".target sm_{arch}" in compiled.asm["ptx"]
         assert compiled.asm["cubin"][:4] == b"\x7fELF"
     else:
-        assert f'.amdgcn_target "amdgcn-amd-amdhsa--{arch}"' in compiled.asm["amdgcn"]
         assert compiled.asm["hsaco"][:4] == b"\x7fELF"
+        assert compiled.asm["hsaco"][48] == ELF_MACHINE[target]
     assert driver.launches == [("add_one", (2, 1, 1))]
     assert not values.any()
 

@@ -14,7 +14,7 @@ from swa_backend.bench.peer import load_peer
 from swa_backend.bench.timing import Timing, compare, machine
 from swa_backend.builder import DeepseekSparseSWAMetadataBuilder
 from swa_backend.cache import DeepseekV4SWACache
-from swa_backend.config import BackendConfig
+from swa_backend.config import BackendConfig, ModelConfig, SchedulerConfig
 
 WINDOW, PAGE_TOKENS = 128, 64
 MAX_MODEL_LEN, MAX_TOKENS, MAX_SEQS = 131072, 8192, 1024
@@ -76,13 +76,8 @@ def _row(name: str, timings: dict[str, Timing]) -> dict[str, Any]:
 
 
 def _builder(backend: Backend, device: torch.device) -> DeepseekSparseSWAMetadataBuilder:
-    config = BackendConfig.from_hf_config(
-        "V4-Flash",
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=MAX_SEQS,
-        max_num_batched_tokens=MAX_TOKENS,
-        page_tokens=PAGE_TOKENS,
-    )
+    scheduler = SchedulerConfig(MAX_MODEL_LEN, MAX_SEQS, MAX_TOKENS)
+    config = BackendConfig(ModelConfig.packaged("V4-Flash"), scheduler, page_tokens=PAGE_TOKENS)
     cache = DeepseekV4SWACache(512, WINDOW, torch.uint8, "bench", None, backend_cls=backend, block_size=PAGE_TOKENS)
     return backend.get_builder_cls()(cache.get_kv_cache_spec(config), ["bench"], config, device)
 

@@ -11,10 +11,12 @@ from swa_backend.cli import PROGRAM
 from swa_backend.commands.doctor_command import doctor
 from swa_backend.commands.output import write
 from swa_backend.commands.replay_command import replay
+from swa_backend.commands.warmup_command import warmup
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("replay")(replay)
 app.command("doctor")(doctor)
+app.command("warmup")(warmup)
 
 
 def _print_version(wanted: bool) -> None:

@@ -4,7 +4,7 @@ How many rows each request has is only known on the device: programs stand in a 
 and take tiles of its rows until there are no more.
 """
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 

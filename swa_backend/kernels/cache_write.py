@@ -5,7 +5,7 @@ token's codes, bf16 tail and scales. Tokens with one slot would be written by pr
 each program leaves out a token whose slot a later one has: the last one wins as a whole, as in the reference.
 """
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The number formats of the caches inside kernels, exact for every code; twins of `swa_backend.reference.fp8`.
 
-Integer arithmetic throughout, so that every chip, the interpreter and the reference agree bit for bit. ``HW_FP8`` takes
-the chip's own OCP conversions where they are known to agree: it is a tile of the kernels' tuning, not a caller's choice.
+Integer arithmetic throughout, so that every chip, the interpreter and the reference agree bit for bit. ``HW_FP8``
+takes the chip's own OCP conversions where they are known to agree: a tile of the kernels' tuning, no caller's choice.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803

@@ -14,7 +14,7 @@ and used through a launcher, which stands for one compile key on one device::
     launcher = fill.on(rows.device, CAUSAL=True)                    # one dictionary look-up
     launcher.launch((cdiv(n, launcher.tiles["TILE"]), 1, 1), rows, n, stride)
 
-    bound = launcher.bind(stride)                                   # trailing arguments that never change
+    bound = launcher.bind(stride)                                   # trailing arguments that rarely change
     bound.launch(grid, rows, n)                                     # per step, only the leading ones
 
 Rules that make compilation predictable:
@@ -41,6 +41,7 @@ import torch
 import triton
 
 from swa_backend.errors import ProviderError
+from swa_backend.kernels.argument_block import ArgumentBlock
 from swa_backend.kernels.triton_internals import (
     INTERPRETED,
     check_dtypes,
@@ -136,9 +137,17 @@ class Kernel:
         self._launchers: dict[object, Launcher] = {}
         _registry[self.name] = self
 
+    def serves(self, target: Target) -> bool:
+        """Whether there is a tuning for a target; a kernel of one chip family has none for the others."""
+        return any(name in self.tuning for name in _tuning_names(target))
+
     def tuning_for(self, target: Target) -> Tuning:
-        """The most particular entry for a target."""
-        for name in (str(target), target.vendor, ""):
+        """The most particular entry for a target.
+
+        Raises:
+            ProviderError: there is none.
+        """
+        for name in _tuning_names(target):
             if name in self.tuning:
                 return self.tuning[name]
         raise ProviderError(
@@ -150,14 +159,14 @@ class Kernel:
 
     def on(self, device: torch.device, **key: object) -> Launcher:
         """The launcher of one key on one device (for a device that is not a GPU: on the active driver's target)."""
-        place = device.index if device.type == "cuda" else _host_place()
+        index = None
+        if device.type == "cuda":
+            index = device.index if device.index is not None else torch.cuda.current_device()
+        place = _host_place() if index is None else index
         found = self._launchers.get((place, *key.items()))
-        return found if found is not None else self._make(device, place, key)
+        return found if found is not None else self._make(place, index, key)
 
-    def _make(self, device: torch.device, place: object, key: Mapping[str, object]) -> Launcher:
-        index = device.index if device.type == "cuda" else None
-        if device.type == "cuda" and index is None:
-            index = torch.cuda.current_device()
+    def _make(self, place: object, index: int | None, key: Mapping[str, object]) -> Launcher:
         target = target_of(index)
         tuning = self.tuning_for(target)
         values = {**tuning.tiles, **key}
@@ -179,7 +188,7 @@ class Launcher:
         tiles: the tile constants that the target's tuning chose.
     """
 
-    __slots__ = ("_fast", "_options", "_ready", "_tail", "index", "kernel", "key", "target", "tiles")
+    __slots__ = ("_compiled", "_fast", "_options", "_ready", "_tail", "index", "kernel", "key", "target", "tiles")
 
     def __init__(
         self, owner: Kernel, target: Target, index: int | None, key: Mapping[str, object], tuning: Tuning
@@ -197,6 +206,7 @@ class Launcher:
         }
         self._tail = tuple(key.values())
         self._fast: tuple[Any, Any, Any] | None = None
+        self._compiled: Any = None
         self._ready = False
 
     def __str__(self) -> str:
@@ -228,10 +238,25 @@ class Launcher:
         """Fix the last run-time arguments; tensors among them are kept alive and passed as addresses."""
         return Bound(self, trailing)
 
+    @property
+    def ready(self) -> bool:
+        """Whether the key is compiled."""
+        return self._ready
+
     def compile(self) -> None:
-        """Compile (or find in Triton's cache) and, on a GPU, load; launches nothing. Interpreted: nothing to do."""
-        if self._ready:
-            return
+        """Compile (or find in Triton's cache) and, on a GPU, load; launches nothing. Interpreted: nothing to do.
+
+        Raises:
+            ProviderError: ``SWA_BACKEND_JIT_STRICT=1``, and warm-up has been declared finished without this key.
+        """
+        if not self._ready:
+            self.finish(self.start_compile())
+
+    def start_compile(self) -> Any:
+        """Hand the key to Triton's compiler: a compiled kernel, or a future inside `triton.AsyncCompileMode`.
+
+        What it returns goes to `finish`. Raises as `compile`.
+        """
         if _warm and os.environ.get(STRICT_VARIABLE) == "1":
             raise ProviderError(
                 f"kernel {self.kernel.name}",
@@ -239,26 +264,24 @@ class Launcher:
                 legal="keys that warm-up has compiled",
                 fix=f"Report the missing key, or unset {STRICT_VARIABLE}.",
             )
-        _stats.compilations += 1
-        if not INTERPRETED:
-            self._finish(self.start_compile())
-        self._ready = True
-
-    def start_compile(self) -> Any:
-        """Hand the key to Triton's compiler: a compiled kernel, or a future inside `triton.AsyncCompileMode`."""
+        if INTERPRETED:
+            return None
         args = [0] * len(self.kernel.types)
         if self.index is None:
             return self.kernel.fn.warmup(*args, *self._tail, grid=(1, 1, 1), **self._options)
         with torch.cuda.device(self.index):
             return self.kernel.fn.warmup(*args, *self._tail, grid=(1, 1, 1), **self._options)
 
-    def _finish(self, compiled: Any) -> None:
+    def finish(self, compiled: Any) -> None:
+        """Take what `start_compile` returned; on a GPU, load it."""
         if hasattr(compiled, "result"):
             compiled = compiled.result()
-        if self.index is None:
-            return
-        with torch.cuda.device(self.index):
-            self._fast = fast_path(compiled)
+        if self.index is not None:
+            with torch.cuda.device(self.index):
+                self._fast = fast_path(compiled)
+        _stats.compilations += 1
+        self._ready = True
+        self._compiled = compiled
 
     def _launch_slowly(self, grid: Grid, args: tuple[Any, ...]) -> None:
         if not self._ready:
@@ -278,23 +301,43 @@ class Launcher:
 
 
 class Bound:
-    """A launcher whose trailing run-time arguments are fixed."""
+    """A launcher whose trailing run-time arguments keep their values unless a launch gives others."""
 
-    __slots__ = ("_addresses", "_fixed", "launcher")
+    __slots__ = ("_addresses", "_block", "_fixed", "launcher")
 
     def __init__(self, launcher: Launcher, fixed: tuple[Any, ...]) -> None:
         self.launcher = launcher
         self._fixed = fixed
         on_gpu = launcher.index is not None
         self._addresses = tuple(a.data_ptr() if on_gpu and isinstance(a, torch.Tensor) else a for a in fixed)
+        self._block: ArgumentBlock | bool | None = None  # False: this kernel or driver does without
 
     def launch(self, grid: Grid, *leading: Any) -> None:
-        """Launch with the leading run-time arguments given here."""
+        """Launch with the leading run-time arguments given here (on a GPU: addresses), the rest as bound."""
         launcher = self.launcher
         if launcher._fast is None or hooked():
-            launcher._launch_slowly(grid, (*leading, *self._fixed))
+            launcher._launch_slowly(grid, (*leading, *self._rest(self._fixed, leading)))
+            return
+        block = self._block
+        if block is None:
+            values = (*leading, *self._rest(self._addresses, leading))
+            made = ArgumentBlock.of(launcher._compiled, launcher.kernel.types, values)
+            block = self._block = made if made is not None else False
+        if (
+            block
+            and torch._C._cuda_getDevice() == launcher.index
+            and block.launch(grid, current_stream(launcher.index), leading)  # type: ignore[union-attr]
+        ):
+            _stats.launches += 1
         else:
-            launcher._launch_fast(grid, (*leading, *self._addresses))
+            launcher._launch_fast(grid, (*leading, *self._rest(self._addresses, leading)))
+
+    def _rest(self, fixed: tuple[Any, ...], leading: tuple[Any, ...]) -> tuple[Any, ...]:
+        return fixed[len(fixed) + len(leading) - len(self.launcher.kernel.types) :]
+
+
+def _tuning_names(target: Target) -> tuple[str, ...]:
+    return str(target), target.vendor, ""
 
 
 def _host_place() -> object:

@@ -27,7 +27,7 @@ def load_operations(extra: str) -> Operations:
 
 
 def load_warmup(extra: str) -> Callable[..., Any]:
-    """``warmup(config, target, **options)`` of the shared kernels; raises as `load_operations`."""
+    """``warmup(backend, config, **options)`` of the shared kernels; raises as `load_operations`."""
     _require_triton(extra)
     from swa_backend.kernels.warmup import warmup
 

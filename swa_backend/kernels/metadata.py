@@ -12,7 +12,7 @@ bounds, looks pages up and stores whole rows.
 The twin in plain PyTorch is `swa_backend.reference.rows`; `swa_backend.kernels.metadata_launch` calls this.
 """
 # mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -223,10 +223,6 @@ STEP_TYPES = {
     "seq_lens": "*i32",  # [R]
     "replay_start": "*i32",  # [R]; read with REPLAY
     "spans": "*i32",  # [num_spans, 3]; read with IMAGES
-    **{f"table{g}": "*i32" for g in range(MAX_GROUPS)},  # [R, columns]
-    **{f"slots{g}": "*i64" for g in range(MAX_GROUPS)},  # [T]
-    **{f"stride{g}": "i64" for g in range(MAX_GROUPS)},  # elements from row to row of a table
-    **{f"columns{g}": "i32" for g in range(MAX_GROUPS)},
     "num_spans": "i32",
     "num_reqs": "i32",
     "num_decodes": "i32",
@@ -239,6 +235,13 @@ STEP_TYPES = {
     "token_tiles": "i32",  # of a compressed group
     "num_programs": "i32",  # of the launch
 }
+GROUP_TYPES = {
+    "table": "*i32",  # [R, columns]
+    "slots": "*i64",  # [T]
+    "stride": "i64",  # elements from row to row of the table
+    "columns": "i32",
+}
+ALL_GROUP_TYPES = {f"{name}{group}": kind for group in range(MAX_GROUPS) for name, kind in GROUP_TYPES.items()}
 BUFFER_TYPES = {
     "group_table": "*i32",  # [groups, 4] page entries, pages, ratio, full row
     "token_to_req": "*i32",  # [capacity]
@@ -269,21 +272,20 @@ BUFFER_TYPES = {
 }
 
 _TUNING = {
-    "cuda": Tuning(4, 1, {"TILE": 2048}),
-    "hip": Tuning(4, 1, {"TILE": 2048}),
+    "cuda": Tuning(4, 1, {"TILE": 1024}),
+    "hip": Tuning(4, 1, {"TILE": 1024}),
     "interpret": Tuning(4, 1, {"TILE": 1024}),
 }
 
 
-@kernel(types={**STEP_TYPES, **BUFFER_TYPES}, tuning=_TUNING, keys=_keys)
+@kernel(types={**STEP_TYPES, **ALL_GROUP_TYPES, **BUFFER_TYPES}, tuning=_TUNING, keys=_keys)
 def build_metadata(
-    starts, seq_lens, replay_start, spans,
-    table0, table1, table2, table3, table4, table5, table6, table7,
-    slots0, slots1, slots2, slots3, slots4, slots5, slots6, slots7,
-    stride0, stride1, stride2, stride3, stride4, stride5, stride6, stride7,
-    columns0, columns1, columns2, columns3, columns4, columns5, columns6, columns7,
-    num_spans, num_reqs, num_decodes, num_tokens, num_decode_tokens, guess_len,
+    starts, seq_lens, replay_start, spans, num_spans, num_reqs, num_decodes, num_tokens, num_decode_tokens, guess_len,
     decode_tiles, prefill_tiles, clear_tiles, token_tiles, num_programs,
+    table0, slots0, stride0, columns0, table1, slots1, stride1, columns1,
+    table2, slots2, stride2, columns2, table3, slots3, stride3, columns3,
+    table4, slots4, stride4, columns4, table5, slots5, stride5, columns5,
+    table6, slots6, stride6, columns6, table7, slots7, stride7, columns7,
     group_table, token_to_req, left_visible, right_visible, gather_lens, is_valid,
     decode_indices, decode_lens, prefill_indices, prefill_lens,
     decode_ragged, decode_indptr, prefill_ragged, prefill_indptr, scan, launch_words,

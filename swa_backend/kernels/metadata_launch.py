@@ -59,33 +59,33 @@ class MetadataLauncher:
         if self._num_compressed:
             programs += self._num_compressed * token_tiles
 
-        given = step.groups
-        spare = MAX_GROUPS - len(given)
-        tables, slots = [table for table, _ in given], [slots for _, slots in given]
-        strides, columns = [table.stride(0) for table in tables], [table.shape[1] for table in tables]
-        starts, seq_lens = step.query_start_loc, step.seq_lens
-        replay_start = self._nothing if step.replay_start is None else step.replay_start
-        spans = self._nothing if step.spans is None else step.spans
-        pointers = [starts, seq_lens, replay_start, spans, *tables, *tables[:1] * spare, *slots, *slots[:1] * spare]
-        kind.bound.launch(
-            (programs, 1, 1),
-            *([tensor.data_ptr() for tensor in pointers] if self._on_gpu else pointers),
-            *strides,
-            *strides[:1] * spare,
-            *columns,
-            *columns[:1] * spare,
+        launch_args: list[Any] = [
+            step.query_start_loc,
+            step.seq_lens,
+            self._nothing if step.replay_start is None else step.replay_start,
+            self._nothing if step.spans is None else step.spans,
+        ]
+        if self._on_gpu:
+            launch_args = [tensor.data_ptr() for tensor in launch_args]
+        launch_args += (
             0 if step.spans is None else step.spans.shape[0],
             step.num_reqs,
             step.num_decodes,
             tokens,
             decode_tokens,
-            max(step.max_query_len, 1),
+            step.max_query_len or 1,
             decode_tiles,
             prefill_tiles,
             clear_tiles,
             token_tiles,
             programs,
         )
+        for table, slots in step.groups:
+            if self._on_gpu:
+                launch_args += (table.data_ptr(), slots.data_ptr(), table.stride(0), table.shape[1])
+            else:
+                launch_args += (table, slots, table.stride(0), table.shape[1])
+        kind.bound.launch((programs, 1, 1), *launch_args)
 
     def _kind(self, causal: bool, *, images: bool, replay: bool) -> _Kind:
         buffers = self._buffers
@@ -105,6 +105,7 @@ class MetadataLauncher:
         decode_ragged = self._ragged(buffers.decode_ragged)
         prefill_ragged = self._ragged(buffers.prefill_ragged)
         bound = launcher.bind(
+            *(self._nothing, buffers.compressed_slots, 0, 0) * MAX_GROUPS,  # groups that this builder does not have
             buffers.group_table,
             buffers.token_to_req,
             self._nothing if buffers.left_visible is None else buffers.left_visible,
