@@ -109,6 +109,13 @@ def check_metadata(metadata: DeepseekSparseSWAMetadata, q: torch.Tensor) -> None
             legal=f"{q.device}, where q lives",
             fix="Construct the builder with the device of the layers.",
         )
+    if metadata.num_prefill_tokens and (metadata.prefill_swa_indices is None or metadata.prefill_swa_lens is None):
+        raise BatchError(
+            "metadata",
+            found=f"{metadata.num_prefill_tokens} prefill tokens without rows",
+            legal="prefill_swa_indices and prefill_swa_lens of every prefill token",
+            fix="Pass what builder.build() returned.",
+        )
     if q.shape[0] < metadata.num_tokens:
         raise BatchError(
             "q",

@@ -271,6 +271,12 @@ class TestMetadataChecks:
             attend(scene.q, elsewhere, scene.cache, scene.sink)
         assert (error.value.field, error.value.found) == ("metadata", "a step on meta")
 
+    def test_prefill_tokens_without_rows(self, provider: ProviderUnderTest) -> None:
+        scene = Scene(provider, [1, 5], [20, 5])
+        scene.metadata.prefill_swa_indices = None
+        error = refusal(scene)
+        assert (type(error), error.field) == (BatchError, "metadata")
+
     def test_other_heads_than_the_builder_was_told_of(self, provider: ProviderUnderTest) -> None:
         scene = Scene(provider, [1], [20])
         with pytest.raises(BatchError) as error:
