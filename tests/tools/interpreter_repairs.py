@@ -59,7 +59,8 @@ def decode(bits: np.ndarray, dtype: Any) -> np.ndarray:
     """Values of a float format's bit patterns, as float32 (fp64: float64)."""
     raw = np.ascontiguousarray(bits)
     values = torch.from_numpy(raw.view(BITS[raw.itemsize])).view(TORCH_TYPES[dtype.name])
-    return values.to(torch.float64 if values.dtype == torch.float64 else torch.float32).numpy().reshape(np.shape(bits))
+    wide: np.ndarray = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32).numpy()
+    return wide.reshape(np.shape(bits))
 
 
 def encode(values: np.ndarray, dtype: Any) -> np.ndarray:
@@ -69,7 +70,8 @@ def encode(values: np.ndarray, dtype: Any) -> np.ndarray:
     if kind.itemsize == 1:
         wide = wide.clamp(-torch.finfo(kind).max, torch.finfo(kind).max)
     narrow = wide.to(kind).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[kind.itemsize])
-    return narrow.numpy().view(interpreter._get_np_dtype(dtype)).reshape(np.shape(values))
+    bits: np.ndarray = narrow.numpy().view(interpreter._get_np_dtype(dtype))
+    return bits.reshape(np.shape(values))
 
 
 def _is_pattern(dtype: Any) -> bool:

@@ -188,6 +188,34 @@ def test_a_barrier_that_not_all_reach_is_refused():
         SimulatedKernel(kernel).run((1, 1, 1), [values.data_ptr()])
 
 
+ODD_LANES_VOTE_FIRST = """{
+  %item = call i32 @llvm.amdgcn.workitem.id.x()
+  %odd = trunc i32 %item to i1
+  %at = getelementptr i64, ptr addrspace(1) %0, i32 %item
+  br i1 %odd, label %then, label %join
+join:
+  %first = phi i64 [ 0, %entry ], [ %vote, %then ]
+  %all = call i64 @llvm.amdgcn.ballot.i64(i1 true)
+  %sum = add i64 %first, %all
+  store i64 %sum, ptr addrspace(1) %at, align 8
+  ret void
+then:
+  %vote = call i64 @llvm.amdgcn.ballot.i64(i1 true)
+  br label %join
+}
+declare i64 @llvm.amdgcn.ballot.i64(i1)
+""".replace("{\n", "{\nentry:\n", 1)
+
+
+def test_a_wave_finishes_a_branch_before_it_goes_on_together():
+    body = re.compile(r"\{\n.*?\n\}\n", re.S)
+    kernel, _ = _altered(lambda ir: body.sub(lambda _: ODD_LANES_VOTE_FIRST, ir, count=1))
+    votes = torch.zeros(256, dtype=torch.int64)
+    SimulatedKernel(kernel).run((1, 1, 1), [votes.data_ptr()])
+    odd = 0x5555555555555555 * 2 - (1 << 64)  # as a signed number
+    assert votes.tolist() == [-1, odd - 1] * 128
+
+
 def test_what_is_not_simulated_is_named():
     kernel, _ = _altered(lambda ir: ir.replace("llvm.amdgcn.readlane.i32", "llvm.amdgcn.readlanes.i32"))
     with pytest.raises(SimulationError, match=r"not simulated: readlanes\.i32"):

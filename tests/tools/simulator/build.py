@@ -67,7 +67,7 @@ class SimulatedKernel:
         self._library = ctypes.CDLL(str(_build(translation.text)))
         self._library.run_grid.restype = ctypes.c_char_p
 
-    def run(self, grid: Sequence[int], values: Sequence[float], *, backwards: bool = False) -> None:
+    def run(self, grid: Sequence[int], values: Sequence[Any], *, backwards: bool = False) -> None:
         """Run a grid to its end.
 
         Args:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import count
+
+from tests.tools.simulator import blocks
 
 TYPE = r"(?:ptr|i\d+|half|bfloat|float|double|<\d+ x \w+>|\{[^{}]*\}|\[\d+ x \w+\])"
 SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "half": 2, "bfloat": 2, "float": 4, "double": 8, "ptr": 8}
@@ -23,6 +24,9 @@ ANY_TYPE = (
     "mfma_scale_f32_16x16x128_f8f6f4",
     "mfma_scale_f32_32x32x64_f8f6f4",
 )
+
+
+SITE = "$site"  # stands for the number of its line until all lines are there
 
 
 class SimulationError(Exception):
@@ -58,11 +62,11 @@ def translate(ir: str, known: frozenset[str]) -> Translation:
             raise SimulationError(f"shared memory other than Triton's own: {line}")
         if " asm " in line:
             raise SimulationError(f"inline assembly: {line.strip()}")
-    numbers = count(1)
-    ir, accesses = _shared_memory(ir, numbers)
+    ir, accesses = _shared_memory(ir)
     ir = re.sub(r" ?addrspace\(\d+\)", "", ir)
     ir = re.sub(r"^@global_smem = .*$", "@global_smem = external global [0 x i8], align 16", ir, flags=re.M)
-    ir, intrinsics = _intrinsics(ir, numbers, known)
+    ir, intrinsics = _intrinsics(ir, known)
+    ir = _with_sites(ir)
     ir, entry, arguments = _entry(ir)
     return Translation(f"{ir}\n{accesses}\n{intrinsics}\n{entry}\n", arguments)
 
@@ -75,7 +79,7 @@ def _without_metadata(ir: str) -> str:
     return re.sub(r" #\d+(?=\s|$)", "", ir)
 
 
-def _shared_memory(ir: str, numbers: count[int]) -> tuple[str, str]:
+def _shared_memory(ir: str) -> tuple[str, str]:
     """Replace loads and stores in address space 3; returns the module and the functions that it now calls."""
     loaded: dict[str, str] = {}
     stored: dict[str, str] = {}
@@ -85,12 +89,12 @@ def _shared_memory(ir: str, numbers: count[int]) -> tuple[str, str]:
         store = re.match(rf"(\s+)store (?:volatile )?({TYPE}) (.+), (ptr addrspace\(3\) .+), align \d+$", line)
         if load:
             name = loaded.setdefault(load[2], f"lds_load_{len(loaded)}")
-            line = f"{load[1]}call {load[2]} @{name}(i32 {next(numbers)}, {load[3]})"
+            line = f"{load[1]}call {load[2]} @{name}(i32 {SITE}, {load[3]})"
         elif store:
             name = stored.setdefault(store[2], f"lds_store_{len(stored)}")
-            line = f"{store[1]}call void @{name}(i32 {next(numbers)}, {store[2]} {store[3]}, {store[4]})"
+            line = f"{store[1]}call void @{name}(i32 {SITE}, {store[2]} {store[3]}, {store[4]})"
         elif re.match(r"\s+(?:%\S+ = )?(?:atomicrmw|cmpxchg) .*addrspace\(3\)", line):
-            lines.append(f"  call void @lds_atomic(i32 {next(numbers)})")
+            lines.append(f"  call void @lds_atomic(i32 {SITE})")
         elif re.match(r"\s+(?:%\S+ = )?(?:load|store|ptrtoint|addrspacecast) .*addrspace\(3\)", line):
             raise SimulationError(f"this use of shared memory: {line.strip()}")
         lines.append(line)
@@ -111,7 +115,7 @@ def _shared_memory(ir: str, numbers: count[int]) -> tuple[str, str]:
     return "\n".join(lines), "\n".join(functions)
 
 
-def _intrinsics(ir: str, numbers: count[int], known: frozenset[str]) -> tuple[str, str]:
+def _intrinsics(ir: str, known: frozenset[str]) -> tuple[str, str]:
     """Replace the chip's intrinsics; returns the module and the functions that it now calls."""
     functions: list[str] = []
     declared: set[str] = set()
@@ -126,11 +130,9 @@ def _intrinsics(ir: str, numbers: count[int], known: frozenset[str]) -> tuple[st
             unknown.append(match["name"])
             continue
         ir = ir.replace(match[0], "")
-        ir = re.sub(
-            rf"@llvm\.amdgcn\.{re.escape(match['name'])}\(",
-            lambda _, n=name, some=bool(operands): f"@wave_{n}(i32 {next(numbers)}{', ' if some else ''}",
-            ir,
-        )
+        first, *others = ir.split(f"@llvm.amdgcn.{match['name']}(")
+        comma = ", " if operands else ""
+        ir = "".join((first, *(f"@wave_{name}(i32 {SITE}{comma}{rest}" for rest in others)))
         functions.append(_wrapper(name, target, result, operands))
         declared.add(target)
     if unknown:
@@ -138,6 +140,16 @@ def _intrinsics(ir: str, numbers: count[int], known: frozenset[str]) -> tuple[st
     heads = {"buffer_load": "(ptr, ptr, i32)", "buffer_store": "(ptr, i32)"}
     heads_of = (f"declare void @{name}{heads.get(name, '(i32, ptr, ptr)')}" for name in sorted(declared))
     return ir, "\n".join((*heads_of, *functions))
+
+
+def _with_sites(ir: str) -> str:
+    """Put in the numbers of the lines where a wave waits."""
+    match = re.search(r"^define amdgpu_kernel .*\{\n(.*?)^\}$", ir, re.M | re.S)
+    if match is None:
+        raise SimulationError("no kernel in the module")
+    lines = match[1].splitlines()
+    numbered = (line.replace(SITE, str(number)) for line, number in zip(lines, blocks.numbers(lines), strict=True))
+    return ir[: match.start(1)] + "\n".join(numbered) + "\n" + ir[match.end(1) :]
 
 
 def _handler(name: str, known: frozenset[str]) -> str | None:
