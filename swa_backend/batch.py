@@ -167,7 +167,7 @@ def check_batch(batch: CommonAttentionMetadata, *, device: torch.device, schedul
         and type(batch.causal) is bool
         and 0 <= num_reqs <= scheduler.max_num_seqs
         and 0 <= num_tokens <= scheduler.max_num_batched_tokens
-        and 0 <= batch.max_query_len
+        and batch.max_query_len >= 0
         and 0 <= batch.max_seq_len <= scheduler.max_model_len
     ):
         _refuse_numbers(batch, scheduler)

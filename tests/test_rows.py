@@ -390,3 +390,34 @@ def test_g9_random_drains_never_leave_the_cache() -> None:
         assert int(rows.max()) < num_pages * 64
         assert int(metadata.decode_swa_lens.max()) <= 128
         assert metadata.decode_swa_indices.data_ptr() == pointer
+
+
+def test_capture_build_reads_query_lengths_on_the_device() -> None:
+    """Host copies of a padded graph say nothing: what each request has is in the device tensors alone."""
+    real = Batch([2, 0, 1, 2], [100, 40, 7, 300], padding=3)
+    batch = real.metadata()
+    builder = make_builder(make_config(k=1, max_num_seqs=4))
+    expected = make_builder(make_config(k=1, max_num_seqs=4)).build(0, batch)
+    batch.query_start_loc_cpu = torch.zeros(5, dtype=torch.int32)
+    found = builder.capture_build(4, 8, batch)
+    assert found.decode_swa_indices.shape == (8, 1, 128)
+    assert torch.equal(found.decode_swa_indices, expected.decode_swa_indices)
+    assert torch.equal(found.token_to_req_indices, expected.token_to_req_indices)
+    assert found.is_valid_token.tolist() == [True] * 5 + [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "num_tokens", "field"), [(3, 8, "num_reqs"), (4, 9, "num_actual_tokens"), (2, 8, "num_reqs")]
+)
+def test_capture_build_of_another_shape_is_refused(num_reqs: int, num_tokens: int, field: str) -> None:
+    batch = Batch([2, 2, 2, 2], [100, 40, 7, 300]).metadata()
+    with pytest.raises(BatchError, match=field):
+        make_builder(make_config(k=1)).capture_build(num_reqs, num_tokens, batch)
+
+
+def test_capture_build_of_prefills_or_drafts_is_refused() -> None:
+    builder = make_builder(make_config(k=1, dspark=True))
+    with pytest.raises(BatchError, match="tokens a request"):
+        builder.capture_build(1, 9, Batch([9], [9]).metadata())
+    with pytest.raises(BatchError, match="non-causal"):
+        builder.capture_build(1, 1, Batch([1], [9], causal=False).metadata())
