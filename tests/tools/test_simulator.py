@@ -55,14 +55,14 @@ def test_integers_are_exact(target, backwards):
 @triton.jit
 def programs(out, columns):
     row, column = tl.program_id(0), tl.program_id(1)
-    tl.atomic_add(out + row * columns + column, row * 10 + column)
+    tl.atomic_add(out + row * columns + column, row * 10 + column + 100 * tl.num_programs(1))
 
 
 def test_every_program_runs_once():
     out = torch.zeros(3, 5, dtype=torch.int32)
     with simulate(TARGETS[0]):
         programs[(3, 5)](out, 5)
-    assert torch.equal(out, torch.arange(3)[:, None].int() * 10 + torch.arange(5).int())
+    assert torch.equal(out, torch.arange(3)[:, None].int() * 10 + torch.arange(5).int() + 500)
 
 
 @triton.jit
@@ -108,6 +108,26 @@ def codes_of(values, codes, KIND: tl.constexpr, N: tl.constexpr):
 def values_of(codes, values, KIND: tl.constexpr, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(values + i, tl.load(codes + i).to(KIND, bitcast=True).to(tl.float32))
+
+
+@triton.jit
+def choose(a, b, pick, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(a + i, tl.where(tl.load(pick + i) != 0, tl.load(a + i), tl.load(b + i)))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_moved_bf16_codes_stay_as_they_are(target):
+    """NaN codes too, quiet or not."""
+    a = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    b = a.flip(0)
+    pick = torch.arange(1 << 16, dtype=torch.int32) % 3 % 2
+    expected = torch.where(pick != 0, a.view(torch.int16), b.view(torch.int16))
+    with simulate(target):
+        for start in range(0, 1 << 16, 1 << 13):
+            part = slice(start, start + (1 << 13))
+            choose[(1,)](a[part], b[part], pick[part], 1 << 13)
+    assert torch.equal(a.view(torch.int16), expected)
 
 
 DIALECTS = [("hip:gfx942", torch.float8_e4m3fnuz, tl.float8e4b8), ("hip:gfx950", torch.float8_e4m3fn, tl.float8e4nv)]

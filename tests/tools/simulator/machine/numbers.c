@@ -91,5 +91,12 @@ INTRINSIC(s_setreg) {
     if (*(u32 *)a[0] != 1473) fail("s_setreg %u is not simulated", *(u32 *)a[0]); /* FP16_OVFL alone */
 }
 
-/* What LLVM calls to convert float to bfloat; it expects the bits in the low half of the first vector register. */
-float __truncsfbf2(float value) { u32 bits = to_bf16(value); float r; memcpy(&r, &bits, 4); return r; }
+/* What LLVM calls to convert float to bfloat; it expects the bits in the low half of the first vector register. It also
+ * moves bfloats through float, so that a NaN has to come back as it was. */
+float __truncsfbf2(float value) {
+    u32 bits = bits_of(value), narrow = to_bf16(value);
+    if (value != value) narrow = bits >> 16 | (bits >> 16 & 0x7F ? 0 : 0x40);
+    float r;
+    memcpy(&r, &narrow, 4);
+    return r;
+}

@@ -53,6 +53,10 @@ void meet(int site, wave_op op, void *result, void **args) {
 
 INTRINSIC(s_barrier) { meet(site, 0, r, a); }
 
+/* What the runtime passes behind a kernel's own arguments: the grid; what else is there nobody may read. */
+static u32 hidden_arguments[64];
+INTRINSIC(implicitarg_ptr) { *(u32 **)r = hidden_arguments; }
+
 static void run_item(void) {
     kernel_entry(kernel_args);
     stop(DONE);
@@ -118,6 +122,8 @@ const char *run_grid(void **args, int count, int lanes, int gfx950, int backward
     if (stacks == MAP_FAILED) return stacks = 0, "no memory for the stacks";
     kernel_args = args, wave_size = lanes, is_gfx950 = gfx950, message[0] = 0;
     forget_buffers();
+    memset(hidden_arguments, 0xAB, sizeof hidden_arguments);
+    hidden_arguments[0] = x, hidden_arguments[1] = y, hidden_arguments[2] = z;
     for (workgroup[2] = 0; workgroup[2] < z; workgroup[2]++)
         for (workgroup[1] = 0; workgroup[1] < y; workgroup[1]++)
             for (workgroup[0] = 0; workgroup[0] < x; workgroup[0]++) {
