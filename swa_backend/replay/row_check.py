@@ -78,7 +78,8 @@ class RowCheck:
             padded: entries past the run must be -1; False if they mean nothing.
         """
         n, width = rows.shape
-        all_keys = torch.from_numpy(keys.view(np.int64))
+        # Without any key all counts are 0, and a key that is never compared stands in.
+        all_keys = torch.from_numpy(keys.view(np.int64)) if len(keys) else torch.zeros(1, dtype=torch.int64)
         begin = torch.from_numpy(first.astype(np.int64))
         counts = torch.from_numpy(count.astype(np.int64))
         at = 0

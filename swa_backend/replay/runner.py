@@ -11,6 +11,7 @@ import torch
 
 from swa_backend.backend import Backend
 from swa_backend.config import BackendConfig
+from swa_backend.errors import ConfigError
 from swa_backend.layer_types import LayerType
 from swa_backend.metadata import DeepseekSparseSWAMetadata
 from swa_backend.registry import get_backend
@@ -93,7 +94,7 @@ class _Replay:
         keys = _PageKeys(self.histories, self.manager)
         self.scheduler = Scheduler(trace.requests, self.manager, keys, self._limits())
         content = Content(DataMode(options.data), seed, config.num_heads, self.device)
-        self.layers = Layers(layer_types, config, backend, content, num_pages, seed)
+        self.layers = _allocate(lambda: Layers(layer_types, config, backend, content, num_pages, seed), num_pages)
         self.rows = StepRows(self.groups, self.histories, config.model.window_size)
         self.oracle = self._make_oracle() if options.runs_attention else None
         self.counts = _Counts(peak_pages={group.name: 0 for group in self.groups})
@@ -220,6 +221,21 @@ class _Replay:
             seconds=seconds,
             examples=(*rows.examples, *(outputs.examples if outputs is not None else ())),
         )
+
+
+def _allocate(make: Callable[[], Layers], num_pages: int) -> Layers:
+    """``make()``, with memory that runs out told as what asked for it."""
+    try:
+        return make()
+    except (MemoryError, RuntimeError) as error:  # PyTorch's allocators raise a plain RuntimeError on a host
+        if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
+            raise
+        raise ConfigError(
+            "pages",
+            found=f"{num_pages} pages of each cache, which could not be allocated",
+            legal="what fits the memory of the device",
+            fix="Lower --pages or --max-batched-tokens.",
+        ) from error
 
 
 class _PageKeys:
