@@ -8,6 +8,7 @@ import typer
 import typer.main
 
 from swa_backend.cli import PROGRAM
+from swa_backend.commands.bench_command import bench
 from swa_backend.commands.doctor_command import doctor
 from swa_backend.commands.output import write
 from swa_backend.commands.replay_command import replay
@@ -17,6 +18,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.command("replay")(replay)
 app.command("doctor")(doctor)
 app.command("warmup")(warmup)
+app.command("bench")(bench)
 
 
 def _print_version(wanted: bool) -> None:
