@@ -112,14 +112,6 @@ def check_tensor(field: str, tensor: object, dtype: torch.dtype, shape: tuple[in
         BatchError: naming ``field``.
     """
     if isinstance(tensor, torch.Tensor):
-        # What every step finds, in as few comparisons as possible.
-        if (
-            tensor.dtype is dtype
-            and tensor.shape == shape
-            and tensor.device == device
-            and (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
-        ):
-            return
         if (
             tensor.dtype is dtype
             and _same_device(tensor.device, device)
@@ -138,12 +130,6 @@ def check_tensor(field: str, tensor: object, dtype: torch.dtype, shape: tuple[in
         legal=f"a {dtype} tensor of shape ({sizes}) on {device}, last dimension contiguous",
         fix="Pass the tensor in that form; other dtypes, shapes and devices are never converted.",
     )
-
-
-def check_table(field: str, table: object, num_reqs: int, device: torch.device) -> None:
-    """Refuse what is not an int32 [num_reqs, any] table on the device; see `check_tensor`."""
-    columns = table.shape[-1] if isinstance(table, torch.Tensor) and table.dim() == 2 else -1
-    check_tensor(field, table, torch.int32, (num_reqs, columns), device)
 
 
 def _same_device(found: torch.device, expected: torch.device) -> bool:
@@ -171,18 +157,9 @@ def check_batch(batch: CommonAttentionMetadata, *, device: torch.device, schedul
         and 0 <= batch.max_seq_len <= scheduler.max_model_len
     ):
         _refuse_numbers(batch, scheduler)
-    check_tensor("query_start_loc", batch.query_start_loc, torch.int32, (num_reqs + 1,), device)
-    check_tensor("query_start_loc_cpu", batch.query_start_loc_cpu, torch.int32, (num_reqs + 1,), _HOST)
-    check_tensor("seq_lens", batch.seq_lens, torch.int32, (num_reqs,), device)
-    check_table("block_table_tensor", batch.block_table_tensor, num_reqs, device)
-    check_tensor("slot_mapping", batch.slot_mapping, torch.int64, (num_tokens,), device)
-    if batch.seq_lens_cpu_upper_bound is not None:
-        check_tensor("seq_lens_cpu_upper_bound", batch.seq_lens_cpu_upper_bound, torch.int32, (num_reqs,), _HOST)
-    if batch.replay_start is not None:
-        check_tensor("replay_start", batch.replay_start, torch.int32, (num_reqs,), device)
-    if batch.replay_start_cpu is not None:
-        check_tensor("replay_start_cpu", batch.replay_start_cpu, torch.int32, (num_reqs,), _HOST)
-    mapped = int(batch.query_start_loc_cpu[-1])
+    if not _tensors_are_as_usual(batch, num_reqs, num_tokens, device):
+        _check_tensors(batch, num_reqs, num_tokens, device)
+    mapped = batch.query_start_loc_cpu[-1].item()
     if not 0 <= mapped <= num_tokens:
         raise BatchError(
             "query_start_loc_cpu",
@@ -190,6 +167,54 @@ def check_batch(batch: CommonAttentionMetadata, *, device: torch.device, schedul
             legal=f"0 to num_actual_tokens = {num_tokens}",
             fix="Make its last entry the number of real tokens; padding comes after it.",
         )
+
+
+def _tensors_are_as_usual(batch: CommonAttentionMetadata, num_reqs: int, num_tokens: int, device: torch.device) -> bool:
+    """What nearly every step is, in as few operations as possible; False means only that a closer look is needed."""
+    starts, lens, table = batch.query_start_loc, batch.seq_lens, batch.block_table_tensor
+    starts_cpu, lens_cpu, slots = batch.query_start_loc_cpu, batch.seq_lens_cpu_upper_bound, batch.slot_mapping
+    try:
+        return (
+            batch.replay_start is batch.replay_start_cpu is None
+            and starts.dtype is starts_cpu.dtype is lens.dtype is table.dtype is torch.int32
+            and slots.dtype is torch.int64
+            and starts.shape == starts_cpu.shape == (num_reqs + 1,)
+            and lens.shape == (num_reqs,)
+            and table.shape == (num_reqs, table.shape[-1])
+            and slots.shape == (num_tokens,)
+            and starts.device == lens.device == table.device == slots.device == device
+            and starts_cpu.device == _HOST
+            and starts.is_contiguous()
+            and starts_cpu.is_contiguous()
+            and lens.is_contiguous()
+            and slots.is_contiguous()
+            and table.stride(-1) == 1
+            and (
+                lens_cpu is None
+                or (
+                    lens_cpu.dtype is torch.int32
+                    and lens_cpu.shape == (num_reqs,)
+                    and lens_cpu.device == _HOST
+                    and lens_cpu.is_contiguous()
+                )
+            )
+        )
+    except AttributeError:  # not tensors
+        return False
+
+
+def _check_tensors(batch: CommonAttentionMetadata, num_reqs: int, num_tokens: int, device: torch.device) -> None:
+    check_tensor("query_start_loc", batch.query_start_loc, torch.int32, (num_reqs + 1,), device)
+    check_tensor("query_start_loc_cpu", batch.query_start_loc_cpu, torch.int32, (num_reqs + 1,), _HOST)
+    check_tensor("seq_lens", batch.seq_lens, torch.int32, (num_reqs,), device)
+    check_tensor("block_table_tensor", batch.block_table_tensor, torch.int32, (num_reqs, -1), device)
+    check_tensor("slot_mapping", batch.slot_mapping, torch.int64, (num_tokens,), device)
+    if batch.seq_lens_cpu_upper_bound is not None:
+        check_tensor("seq_lens_cpu_upper_bound", batch.seq_lens_cpu_upper_bound, torch.int32, (num_reqs,), _HOST)
+    if batch.replay_start is not None:
+        check_tensor("replay_start", batch.replay_start, torch.int32, (num_reqs,), device)
+    if batch.replay_start_cpu is not None:
+        check_tensor("replay_start_cpu", batch.replay_start_cpu, torch.int32, (num_reqs,), _HOST)
 
 
 def _refuse_numbers(batch: CommonAttentionMetadata, scheduler: SchedulerConfig) -> None:

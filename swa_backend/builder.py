@@ -14,7 +14,7 @@ import torch
 
 from swa_backend._math import cdiv
 from swa_backend.backend import Backend
-from swa_backend.batch import CommonAttentionMetadata, check_batch, check_table, check_tensor
+from swa_backend.batch import CommonAttentionMetadata, check_batch, check_tensor
 from swa_backend.buffers import IndexBuffers
 from swa_backend.cache_spec import KVCacheSpec
 from swa_backend.config import BackendConfig
@@ -253,7 +253,7 @@ class DeepseekSparseSWAMetadataBuilder:
         for pages in further:
             name = pages.name
             table, slots = given[name]
-            check_table(f"groups[{name!r}] block table", table, batch.num_reqs, self.device)
+            check_tensor(f"groups[{name!r}] block table", table, torch.int32, (batch.num_reqs, -1), self.device)
             check_tensor(f"groups[{name!r}] slot mapping", slots, torch.int64, (batch.num_actual_tokens,), self.device)
             inputs.append((table, slots))
         return tuple(inputs)

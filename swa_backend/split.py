@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 from swa_backend.errors import BatchError
+
+LIST_REQUESTS = 128  # up to so many requests a list is faster than the tensor operations, which cost microseconds each
 
 
 class Split(NamedTuple):
@@ -53,21 +56,45 @@ def split_decodes_and_prefills(
         return Split(num_reqs, 0, num_tokens, 0)
     if num_reqs <= 0:
         return Split(0, 0, 0, 0)
-    query_lens = query_start_loc_cpu.diff()
-    starts = query_lens > decode_threshold
     if require_uniform or not treat_short_extends_as_decodes:
-        first = int(query_lens[0])
-        if first > decode_threshold:
-            return Split(0, num_reqs, 0, num_tokens)
-        if require_uniform:
-            starts = (query_lens != first) & (query_lens != 0)
-        if not treat_short_extends_as_decodes:
-            starts = starts | _prefilling(is_prefilling, num_reqs)
-    num_decodes = int(starts.view(torch.uint8).argmax())  # the first that starts, 0 if none does
-    if num_decodes == 0 and not bool(starts[0]):
+        num_decodes = _first_prefill(
+            query_start_loc_cpu,
+            decode_threshold,
+            require_uniform=require_uniform,
+            is_prefilling=None if treat_short_extends_as_decodes else _prefilling(is_prefilling, num_reqs),
+        )
+    else:
+        num_decodes = _first_longer(query_start_loc_cpu, decode_threshold)
+    if num_decodes == num_reqs:
         return Split(num_reqs, 0, num_tokens, 0)
     num_decode_tokens = int(query_start_loc_cpu[num_decodes]) if num_decodes else 0
     return Split(num_decodes, num_reqs - num_decodes, num_decode_tokens, num_tokens - num_decode_tokens)
+
+
+def _first_longer(query_start_loc_cpu: torch.Tensor, threshold: int) -> int:
+    """Number of the first request whose query is longer than ``threshold``, that of all requests without one."""
+    num_reqs = query_start_loc_cpu.shape[0] - 1
+    if num_reqs > LIST_REQUESTS:
+        return _first(query_start_loc_cpu.diff() > threshold)
+    starts = query_start_loc_cpu.tolist()
+    return next((i for i, (start, end) in enumerate(pairwise(starts)) if end - start > threshold), num_reqs)
+
+
+def _first_prefill(
+    query_start_loc_cpu: torch.Tensor, threshold: int, *, require_uniform: bool, is_prefilling: torch.Tensor | None
+) -> int:
+    query_lens = query_start_loc_cpu.diff()
+    first = query_lens[0]
+    if first > threshold:
+        return 0
+    starts = (query_lens != first) & (query_lens != 0) if require_uniform else query_lens > threshold
+    return _first(starts if is_prefilling is None else starts | is_prefilling)
+
+
+def _first(flags: torch.Tensor) -> int:
+    """Index of the first flag that is set, the number of flags if none is."""
+    at = int(flags.view(torch.uint8).argmax())
+    return at if at or bool(flags[0]) else flags.shape[0]
 
 
 def _prefilling(is_prefilling: torch.Tensor | None, num_reqs: int) -> torch.Tensor:

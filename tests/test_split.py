@@ -128,3 +128,24 @@ def test_split_equals_the_slow_rule(
     starts = [0, *np.cumsum(queries).tolist()]
     assert all(b >= a for a, b in pairwise(starts))
     assert found.num_decodes + found.num_prefills == len(queries)
+
+
+@pytest.mark.parametrize("count", [127, 128, 129, 700])
+@pytest.mark.parametrize("first_prefill", [0, 1, 100, None])
+def test_border_among_many_requests(count: int, first_prefill: int | None) -> None:
+    """Few requests are looked at as a list, many as a tensor: the border is the same."""
+    queries = [1 + i % 2 for i in range(count)]
+    if first_prefill is None:
+        assert split(queries, 2) == (count, 0, sum(queries), 0)
+        assert split(queries, 2, treat_short_extends_as_decodes=False, is_prefilling=torch.zeros(count).bool()) == (
+            count, 0, sum(queries), 0,
+        )  # fmt: skip
+        return
+    queries[first_prefill] = 3
+    expected = (
+        first_prefill,
+        count - first_prefill,
+        sum(queries[:first_prefill]),
+        sum(queries[first_prefill:]),
+    )
+    assert split(queries, 2) == expected

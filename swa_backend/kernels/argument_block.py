@@ -73,8 +73,14 @@ class ArgumentBlock:
         return cls(function, warps, shared, tuple(types.values()), values)
 
     def launch(self, grid: tuple[int, int, int], stream: int, leading: Sequence[Any]) -> bool:
-        """Launch with other leading arguments; False if the driver refused, and nothing was launched."""
-        self._leading[len(leading)].pack_into(self._block, 0, *leading)
+        """Launch with other leading arguments (addresses; tensors take longer); False if the driver refused, and nothing was launched."""
+        form = self._leading[len(leading)]
+        try:
+            form.pack_into(self._block, 0, *leading)
+        except struct.error:  # tensors among them
+            form.pack_into(
+                self._block, 0, *[value.data_ptr() if hasattr(value, "data_ptr") else value for value in leading]
+            )
         x, y, z = grid
         status: int = self._launch(
             self._function, x, y, z, self._threads, 1, 1, self._shared, stream, None, self._extra

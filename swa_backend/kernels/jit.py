@@ -309,18 +309,18 @@ class Bound:
         self.launcher = launcher
         self._fixed = fixed
         on_gpu = launcher.index is not None
-        self._addresses = tuple(a.data_ptr() if on_gpu and isinstance(a, torch.Tensor) else a for a in fixed)
+        self._addresses = _as_addresses(fixed) if on_gpu else fixed
         self._block: ArgumentBlock | bool | None = None  # False: this kernel or driver does without
 
     def launch(self, grid: Grid, *leading: Any) -> None:
-        """Launch with the leading run-time arguments given here (on a GPU: addresses), the rest as bound."""
+        """Launch with the leading run-time arguments given here (on a GPU rather addresses), the rest as bound."""
         launcher = self.launcher
         if launcher._fast is None or hooked():
             launcher._launch_slowly(grid, (*leading, *self._rest(self._fixed, leading)))
             return
         block = self._block
         if block is None:
-            values = (*leading, *self._rest(self._addresses, leading))
+            values = _as_addresses((*leading, *self._rest(self._addresses, leading)))
             made = ArgumentBlock.of(launcher._compiled, launcher.kernel.types, values)
             block = self._block = made if made is not None else False
         if (
@@ -338,6 +338,10 @@ class Bound:
 
 def _tuning_names(target: Target) -> tuple[str, ...]:
     return str(target), target.vendor, ""
+
+
+def _as_addresses(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values)
 
 
 def _host_place() -> object:
