@@ -46,11 +46,12 @@ def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Itera
         "block_table": "*i32",  # [requests, columns]
         "seq_lens": "*i32",  # [requests]
         "gather_lens": "*i32",  # [requests]; not read if EVERYTHING
-        "out": "*bf16",  # [requests, >= height, 512], from the first row to write on
+        "out": "*bf16",  # [requests, offset + height, 512]
         "table_stride": "i64",  # entries
         "out_stride": "i64",  # values from request to request
         **PAGE_TYPES,
         "columns": "i32",
+        "offset": "i32",  # first row to write of each request
         "height": "i32",  # rows that may be written of each request
     },
     tuning={
@@ -63,7 +64,7 @@ def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Itera
 )
 def gather_pages(
     pages, scale, block_table, seq_lens, gather_lens, out, table_stride, out_stride,
-    page_stride, data_stride, scale_start, scale_stride, entries, num_pages, columns, height,
+    page_stride, data_stride, scale_start, scale_stride, entries, num_pages, columns, offset, height,
     VALUES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, QUANTISED: tl.constexpr, FNUZ: tl.constexpr,
     EVERYTHING: tl.constexpr, ALIGNED: tl.constexpr, TOKENS: tl.constexpr, HW_FP8: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +93,7 @@ def gather_pages(
         entry = tl.where(live, position - column * entries, 0).to(tl.int64)
         start = pages + tl.where(live, page, 0).to(tl.int64) * page_stride
         data = start + entry * data_stride
-        to = out + request * out_stride + row.to(tl.int64) * DIM
+        to = out + request * out_stride + (offset + row).to(tl.int64) * DIM
         live3 = live[:, None, None]
         inside3 = inside[:, None, None]
         if VALUES == "bf16":
@@ -160,5 +161,5 @@ def gather_kv(
     launcher.launch(
         (share, requests, 1),
         pages.data, scale_of(pages), block_table, seq_lens, seq_lens if gather_lens is None else gather_lens,
-        out[:, offset:], block_table.stride(0), out.stride(0), *page_numbers(pages), block_table.shape[1], height,
+        out, block_table.stride(0), out.stride(0), *page_numbers(pages), block_table.shape[1], offset, height,
     )  # fmt: skip

@@ -1,4 +1,6 @@
 """The write kernel, byte for byte against recorded pages, hand values and a codec that shares no code with it."""
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 
 from swa_backend.cache_layout import get_layout
-from swa_backend.kernels.cache_write import write_kv
+from swa_backend.kernels.cache_write import superseded, write_kv
+from swa_backend.kernels.jit import Tuning, kernel
 from swa_backend.pages import PageView
 from tests.cache_twin import WRITABLE_FORMS
 from tests.independent_codec import WRITABLE, encode
@@ -114,6 +118,39 @@ def test_of_equal_slots_the_last_wins_whole(device: torch.device, name: str, slo
     write_kv(bf16(bits, device), twin.view, torch.tensor(slots, device=device))
     twin.pool.write(bits, slots)
     twin.assert_same_bytes()
+
+
+@kernel(
+    types={"slots": "*i64", "out": "*i32", "tokens": "i32"},
+    tuning={"": Tuning(1, 1, tiles={"TOKENS": 8, "SCAN": 32})},
+    keys=lambda config, dialects: (),
+)
+def mark_superseded(slots, out, tokens, TOKENS: tl.constexpr, SCAN: tl.constexpr):
+    first = tl.program_id(0) * TOKENS
+    token = first + tl.arange(0, TOKENS)
+    slot = tl.load(slots + tl.minimum(token, tokens - 1), mask=token < tokens, other=-1).to(tl.int32)
+    taken = superseded(slots, slot, first, tokens, TOKENS, SCAN)
+    tl.store(out + tl.minimum(token, tokens - 1), tl.where(slot < 0, 2, taken), mask=token < tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 13, 100])
+@pytest.mark.parametrize("kind", ["rising", "pages", "random", "equal", "later run", "gaps"])
+def test_a_token_knows_whether_a_later_one_has_its_slot(device: torch.device, tokens: int, kind: str) -> None:
+    rng = np.random.default_rng(tokens)
+    rising = np.arange(tokens)
+    slots = {
+        "rising": rising + 5,
+        "pages": rng.permutation(40)[rising // 5] * 8 + rising % 5,
+        "random": rng.integers(-1, tokens, tokens),
+        "equal": np.full(tokens, 7),
+        "later run": np.where(rising < tokens // 2, rising, rising - tokens // 2 - 3),
+        "gaps": np.where(rising % 3 == 0, -1, rising % 50),
+    }[kind]
+    out = torch.full((tokens,), 77, dtype=torch.int32, device=device)
+    where = torch.from_numpy(slots).to(device)
+    mark_superseded.on(device).launch((-(-tokens // 8), 1, 1), where, out, tokens)
+    expected = [2 if slot < 0 else int(slot in slots[t + 1 :]) for t, slot in enumerate(slots)]
+    assert out.tolist() == expected
 
 
 @pytest.mark.gpu
