@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from swa_backend.cache import CompressedCache
 from swa_backend.cache_layout import get_layout
 from swa_backend.layer_types import LayerType
-from swa_backend.replay.content import Content, DataMode, chunk_table
+from swa_backend.reference.codec import dequantise_slots
+from swa_backend.registry import get_backend
+from swa_backend.replay.content import Content, DataMode, chunk_numbers, chunk_table
 from swa_backend.replay.hashing import mix
 from swa_backend.replay.oracle import Oracle, Verdict, compare
-from swa_backend.replay.oracle_codec import e4m3_magnitudes, round_to_e4m3, scale_exponent, stored_rows
+from swa_backend.replay.oracle_codec import e4m3_magnitudes, round_to_e4m3, scale_exponent, stored_rows, unpacked_rows
+from swa_backend.replay.packed_entries import PackedEntries, packed_table
 from tests.oracle_attention import Keys, attention
 from tests.test_replay_content import WRITABLE, through_cache
 
@@ -66,6 +70,25 @@ class TestCodec:
         rows = chunk_table(DataMode.ARBITRARY, 3).repeat(1, 8)
         found = stored_rows(rows.double().numpy(), layout)
         assert np.array_equal(found, through_cache(rows, layout).double().numpy())
+
+    def test_packed_entries_agree_with_the_library_on_every_chunk(self):
+        """Every chunk in every place of a 288-byte row, written as the engine does it, read by the library."""
+        cache = CompressedCache(1, "fp4_ds_mla_v41", 64, "entries", None, get_backend("cpu"))
+        cache.bind_kv_cache(cache.allocate(40, "cpu"))
+        slots = torch.randperm(2560, generator=torch.Generator().manual_seed(0))
+        keys = mix(np.arange(2560, dtype=np.uint64))
+        slots[7] = -1
+        PackedEntries(9, CPU).write(keys, LayerType.C1A, cache, slots)
+        found = dequantise_slots(cache.pages, slots).double().numpy()
+        values = unpacked_rows(*(table.numpy() for table in packed_table(9)))
+        right = values[chunk_numbers(keys, LayerType.C1A, entry=True)].reshape(2560, 512)
+        right[7] = 0
+        assert np.array_equal(found, right)
+        assert len(np.unique(right, axis=0)) == 2560
+
+    def test_packed_values_by_hand(self):
+        row = unpacked_rows(np.array([[0x21, 0xF8, *[0x77] * 6]], dtype=np.uint8), np.array([[0x40]], dtype=np.uint8))
+        assert row.tolist() == [[1.0, 2.0, 0.0, -12.0, *[12.0] * 12]]
 
     def test_magnitudes(self):
         ocp, fnuz = e4m3_magnitudes("ocp"), e4m3_magnitudes("fnuz")

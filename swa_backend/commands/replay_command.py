@@ -71,6 +71,9 @@ def replay(
         int | None, typer.Option(min=1, help="Pages of each cache. Default: 2048, more if a request needs them.")
     ] = None,
     cache_layout: Annotated[str, typer.Option(metavar="NAME", help="Page layout of the window caches.")] = "fp8_ds_mla",
+    compressed_layout: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Page layout of the compressed caches. Default: the model's.")
+    ] = None,
     skip_bad_rows: Annotated[bool, typer.Option(help="Leave malformed trace rows out and count them.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -96,6 +99,7 @@ def replay(
         page_tokens=page_tokens,
         pages=pages,
         cache_layout=cache_layout,
+        compressed_layout=compressed_layout,
         skip_bad_rows=skip_bad_rows,
     )
     with progress_bar("replay") as progress:

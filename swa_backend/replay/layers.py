@@ -22,6 +22,7 @@ from swa_backend.platform import CacheRole
 from swa_backend.replay.blocks import GroupSpec
 from swa_backend.replay.content import HEAD_DIM, Content, TopkChooser
 from swa_backend.replay.history import Histories
+from swa_backend.replay.packed_entries import PackedEntries
 from swa_backend.replay.step import WINDOW_GROUP, Step
 from swa_backend.topk import TopkSlots, map_topk
 from swa_backend.write import write_kv
@@ -63,6 +64,8 @@ class Layers:
         self.content = content
         self.device = content.device
         self._num_pages = num_pages
+        writable = get_layout(config.compressed_layout).writable
+        self._packed = None if writable else PackedEntries(seed, content.device)
         context = CacheConfig()
         self.layers = tuple(self._make_layer(kind, context, seed) for kind in layer_types)
         groups = [
@@ -116,9 +119,15 @@ class Layers:
                 ratio = layer.type.ratio
                 completes = np.flatnonzero((step.positions + 1) % ratio == 0)
                 entry = entry_index(histories, step, ratio, completes)
-                rows = self.content.rows(histories.entry_keys[ratio][entry], layer.type, entry=True)
                 slots = metadata.compressed[layer.type.value].compressed_slot_mapping
-                write_kv(rows, layer.compressed, slots[torch.from_numpy(completes).to(self.device)])
+                slots = slots[torch.from_numpy(completes).to(self.device)]
+                self._write_entries(layer.type, layer.compressed, histories.entry_keys[ratio][entry], slots)
+
+    def _write_entries(self, kind: LayerType, cache: CompressedCache, keys: np.ndarray, slots: torch.Tensor) -> None:
+        if self._packed is not None:
+            self._packed.write(keys, kind, cache, slots)
+        else:
+            write_kv(self.content.rows(keys, kind, entry=True), cache, slots)
 
     def choose(self, step: Step) -> dict[LayerType, torch.Tensor]:
         """Top-k picks [T, K] int32 of every layer that has an indexer."""

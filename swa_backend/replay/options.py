@@ -61,6 +61,8 @@ class ReplayOptions:
         page_tokens: tokens of a window page, a multiple of 32.
         pages: pages of each cache group; None takes 2048, or more if the longest request needs them.
         cache_layout: layout of the window caches.
+        compressed_layout: layout of the compressed caches; None takes the model version's. Entries of a layout that
+            the library only reads are written by the replay itself.
 
     Raises:
         ConfigError: a value is out of range; names the field.
@@ -84,6 +86,7 @@ class ReplayOptions:
     page_tokens: int = 64
     pages: int | None = None
     cache_layout: str = "fp8_ds_mla"
+    compressed_layout: str | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("attention", Attention), ("verify", Verify), ("data", DataMode)):
@@ -192,6 +195,7 @@ class ReplayOptions:
             speculative=SpeculativeConfig(self.drafts) if self.drafts else None,
             page_tokens=self.page_tokens,
             cache_layout=self.cache_layout,
+            compressed_layout=self.compressed_layout,  # type: ignore[arg-type]  # None is resolved by the class
         )
 
     def num_pages(self, requests: Sequence[Request]) -> int:

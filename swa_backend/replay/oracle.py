@@ -19,7 +19,8 @@ from swa_backend.replay.content import (
     query_numbers,
     query_table,
 )
-from swa_backend.replay.oracle_codec import stored_rows
+from swa_backend.replay.oracle_codec import stored_rows, unpacked_rows
+from swa_backend.replay.packed_entries import packed_table
 
 MAX_ROW_ERROR = 4e-3
 MAX_EXAMPLES = 5
@@ -75,7 +76,12 @@ class Oracle:
         rows = np.tile(written, (1, NUM_CHUNKS))
         stored = {False: rows, True: rows}
         if mode is not DataMode.EXACT:
-            stored = {False: stored_rows(rows, swa_layout), True: stored_rows(rows, compressed_layout)}
+            stored[False] = stored_rows(rows, swa_layout)
+        if not compressed_layout.writable:  # its bytes come from the engine, in either mode
+            codes, scales = (table.numpy() for table in packed_table(seed))
+            stored[True] = np.tile(unpacked_rows(codes, scales), (1, NUM_CHUNKS))
+        elif mode is not DataMode.EXACT:
+            stored[True] = stored_rows(rows, compressed_layout)
         # Row n * NUM_CHUNKS + c is chunk c of a key row that picks the table's row n there.
         self._tables = {entry: torch.from_numpy(table).view(-1, CHUNK) for entry, table in stored.items()}
         self._queries = query_table(seed).double()

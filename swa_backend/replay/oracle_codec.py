@@ -39,6 +39,18 @@ def scale_exponent(amax: np.ndarray, dialect: str) -> np.ndarray:
     return clipped
 
 
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_E2M1_GROUP = 16
+
+
+def unpacked_rows(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Values [n, 2 c] float64 of e2m1 codes [n, c] uint8, low nibble first, with an e4m3 scale for each 16 of them."""
+    nibbles = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), -1)
+    values = np.where(nibbles >= 8, -1.0, 1.0) * _E2M1[nibbles & 7]
+    rows: np.ndarray = values * np.repeat(e4m3_magnitudes("ocp")[scales], _E2M1_GROUP, axis=1)
+    return rows
+
+
 def stored_rows(rows: np.ndarray, layout: PageLayout) -> np.ndarray:
     """Rows [n, 512] as a writable cache of this layout returns them, float64. A per-tensor scale is taken to be 1."""
     rows = rows.astype(np.float64)

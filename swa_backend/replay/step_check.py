@@ -18,7 +18,7 @@ from swa_backend.replay.scheduler import Kind
 from swa_backend.replay.step import WINDOW_GROUP, Step
 from swa_backend.topk import TopkSlots
 
-SAMPLED_TOKENS = 512  # expected number of tokens sampled at random, beside the chosen ones
+SAMPLED_TOKENS = 600  # expected number of tokens sampled at random, beside the chosen ones
 
 
 class StepRows:
