@@ -97,26 +97,31 @@ def _load(path: Path) -> tuple[Mapping[str, Any], str, str]:
     except OSError as error:
         raise ConfigError(
             "model config",
-            found=f"{show(str(path))}: {error.strerror or error}",
+            found=f"{_whole(path)}: {error.strerror or error}",
             legal="a readable JSON file, or a directory that holds config.json",
             fix="Correct the path.",
         ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             "model config",
-            found=f"{show(str(path))}: {error}",
+            found=f"{_whole(path)}: {error}",
             legal="a JSON object in UTF-8",
             fix="Correct or download the file again.",
         ) from error
     if not isinstance(raw, Mapping):
         raise ConfigError(
             "model config",
-            found=f"{path}: a JSON {type(raw).__name__}",
+            found=f"{_whole(path)}: a JSON {type(raw).__name__}",
             legal="a JSON object",
             fix="Pass the model's config.json.",
         )
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
     return raw, str(path), name
+
+
+def _whole(path: Path) -> str:
+    """A path in an error message is never cut: it is what the reader has to look at."""
+    return repr(str(path))
 
 
 def _read(raw: Mapping[str, Any], origin: str, name: str | None) -> ModelConfig:

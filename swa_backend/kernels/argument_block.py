@@ -73,7 +73,10 @@ class ArgumentBlock:
         return cls(function, warps, shared, tuple(types.values()), values)
 
     def launch(self, grid: tuple[int, int, int], stream: int, leading: Sequence[Any]) -> bool:
-        """Launch with other leading arguments (addresses; tensors take longer); False if the driver refused, and nothing was launched."""
+        """Launch with other leading arguments; False if the driver refused, and nothing was launched.
+
+        Addresses are taken as they are, tensors take a little longer.
+        """
         form = self._leading[len(leading)]
         try:
             form.pack_into(self._block, 0, *leading)
