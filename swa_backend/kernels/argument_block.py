@@ -80,7 +80,7 @@ class ArgumentBlock:
         form = self._leading[len(leading)]
         try:
             form.pack_into(self._block, 0, *leading)
-        except struct.error:  # tensors among them
+        except (struct.error, TypeError):  # tensors among them
             form.pack_into(
                 self._block, 0, *[value.data_ptr() if hasattr(value, "data_ptr") else value for value in leading]
             )

@@ -55,9 +55,9 @@ def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Itera
         "height": "i32",  # rows that may be written of each request
     },
     tuning={
-        "cuda": Tuning(4, 1, tiles={"TOKENS": 8, "HW_FP8": 1}),
-        "cuda:80": Tuning(4, 1, tiles={"TOKENS": 8, "HW_FP8": 0}),
-        "cuda:86": Tuning(4, 1, tiles={"TOKENS": 8, "HW_FP8": 0}),
+        "cuda": Tuning(1, 1, tiles={"TOKENS": 4, "HW_FP8": 1}),
+        "cuda:80": Tuning(1, 1, tiles={"TOKENS": 4, "HW_FP8": 0}),
+        "cuda:86": Tuning(1, 1, tiles={"TOKENS": 4, "HW_FP8": 0}),
         "": Tuning(4, 1, tiles={"TOKENS": 8, "HW_FP8": 0}),
     },
     keys=_keys,

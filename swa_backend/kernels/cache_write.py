@@ -91,7 +91,7 @@ def superseded(slot_mapping, slot, first, tokens, TOKENS: tl.constexpr, SCAN: tl
         "tokens": "i32",
     },
     tuning={
-        "cuda": Tuning(4, 1, tiles={"TOKENS": 8, "SCAN": 256, "HW_FP8": 1}),
+        "cuda": Tuning(4, 1, tiles={"TOKENS": 16, "SCAN": 1024, "HW_FP8": 1}),
         "cuda:80": Tuning(4, 1, tiles={"TOKENS": 8, "SCAN": 256, "HW_FP8": 0}),
         "cuda:86": Tuning(4, 1, tiles={"TOKENS": 8, "SCAN": 256, "HW_FP8": 0}),
         "": Tuning(4, 1, tiles={"TOKENS": 8, "SCAN": 256, "HW_FP8": 0}),

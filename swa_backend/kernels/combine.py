@@ -68,11 +68,11 @@ def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Itera
         "page_entries": "i32",
         "magic": "i64",  # of page_entries
         "shift": "i32",
-        "num_pages": "i32",
+        "num_pages": "u32",
         "ratio": "i32",
     },
     tuning={
-        "": Tuning(1, 1, tiles={"BLOCK": 512, "WINDOW": 128}),
+        "": Tuning(1, 1, tiles={"BLOCK": 256, "WINDOW": 128}),
         "interpret": Tuning(1, 1, tiles={"BLOCK": 128, "WINDOW": 64}),
     },
     keys=_keys,
