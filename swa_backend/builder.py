@@ -23,7 +23,7 @@ from swa_backend.groups import CompressedGroup, SwaGroup
 from swa_backend.image_spans import SpanUpload, check_spans, spans_in_step
 from swa_backend.layer_types import LayerType
 from swa_backend.metadata import NO_PLANS, DeepseekSparseSWAMetadata
-from swa_backend.metadata_assembly import PrefillHostLens, RowViews, assemble
+from swa_backend.metadata_assembly import MetadataAssembler, PrefillHostLens
 from swa_backend.platform import NoTileScheduler, require_device
 from swa_backend.provider_choice import attention_shape, choose_provider
 from swa_backend.split import Split, split_decodes_and_prefills
@@ -90,7 +90,7 @@ class DeepseekSparseSWAMetadataBuilder:
             config, [main, *further], compressed_groups, self.device, ragged=self.wants_ragged_rows
         )
         self._build_indices = self.backend.operations.prepare_build(self._buffers)
-        self._views = RowViews(self._buffers)
+        self._assemble = MetadataAssembler(self._buffers, config, self.provider, self.shape)
         self._upload_spans = (
             SpanUpload(config.scheduler.max_num_batched_tokens, self.device) if config.max_image_tokens else None
         )
@@ -198,7 +198,7 @@ class DeepseekSparseSWAMetadataBuilder:
             self._build_indices(step)
         for one in (metadata, *metadata.groups.values()):
             one.generation = self._generation
-            one.plans = self._plans(one.num_decode_tokens)
+        self._give_plans(metadata)
 
     def _split(self, batch: CommonAttentionMetadata) -> Split:
         num_tokens = batch.num_actual_tokens if batch.num_reqs else 0
@@ -271,10 +271,7 @@ class DeepseekSparseSWAMetadataBuilder:
             spans_in_step(batch.mm_req_doc_ranges, split.num_decodes, prefixes, seq_lens.tolist())
         )
 
-    def _prefill_host_lens(
-        self, batch: CommonAttentionMetadata, split: Split
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Host [num_prefills] int32 tensors: sequence lengths, query lengths, replay starts where known."""
+    def _prefill_host_lens(self, batch: CommonAttentionMetadata, split: Split) -> PrefillHostLens:
         first = split.num_decodes
         query_lens = batch.query_start_loc_cpu[first:].diff()
         seq_lens, replay = batch.seq_lens_cpu_upper_bound, batch.replay_start_cpu
@@ -288,12 +285,13 @@ class DeepseekSparseSWAMetadataBuilder:
                 legal="a host int32 tensor of shape (num_reqs,), exact for prefills",
                 fix="Pass it with every batch that has prefills; the device is never read back.",
             )
-        return seq_lens[first:], query_lens, None if replay is None else replay[first:]
+        return PrefillHostLens(seq_lens[first:], query_lens, None if replay is None else replay[first:])
 
-    def _plans(self, num_decode_tokens: int) -> Mapping[LayerType, Any]:
-        if not num_decode_tokens or not self._takes_plans:
-            return NO_PLANS
-        return {**NO_PLANS, **self.backend.scheduler.fresh_plans(self._present_types)}
+    def _give_plans(self, metadata: DeepseekSparseSWAMetadata) -> None:
+        """Fresh, empty plans for every sliding-window group of a step that decodes."""
+        if self._takes_plans and metadata.num_decode_tokens:
+            for one in (metadata, *metadata.groups.values()):
+                one.plans = {**NO_PLANS, **self.backend.scheduler.fresh_plans(self._present_types)}
 
     def _run(self, batch: CommonAttentionMetadata, split: Split, inputs: StepInputs) -> DeepseekSparseSWAMetadata:
         step = BuildStep(
@@ -314,20 +312,10 @@ class DeepseekSparseSWAMetadataBuilder:
         self._generation += 1
         prefill = None
         if split.num_prefills:
-            seq_lens, query_lens, replay_start = self._prefill_host_lens(batch, split)
-            prefill = PrefillHostLens(seq_lens, query_lens, replay_start)
-        return assemble(
-            batch,
-            split,
-            step,
-            self._views,
-            prefill,
-            self.config,
-            provider=self.provider,
-            shape=self.shape,
-            plans=lambda: self._plans(split.num_decode_tokens),
-            generation=self._generation,
-        )
+            prefill = self._prefill_host_lens(batch, split)
+        metadata = self._assemble(batch, split, step, prefill, self._generation)
+        self._give_plans(metadata)
+        return metadata
 
 
 def _check_names(names: list[str]) -> None:

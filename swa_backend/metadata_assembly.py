@@ -5,7 +5,7 @@ Views are remembered by their length: slicing a tensor costs the host about as m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,6 @@ from swa_backend.step import BuildStep
 
 if TYPE_CHECKING:
     from swa_backend.config import BackendConfig
-    from swa_backend.layer_types import LayerType
     from swa_backend.provider import AttentionProvider, AttentionShape
 
 _REMEMBERED = 1024  # lengths of each kind
@@ -104,92 +103,113 @@ class RowViews:
         )
 
 
-def assemble(
-    batch: CommonAttentionMetadata,
-    split: Split,
-    step: BuildStep,
-    views: RowViews,
-    prefill: PrefillHostLens | None,
-    config: BackendConfig,
-    *,
-    provider: AttentionProvider,
-    shape: AttentionShape,
-    plans: Callable[[], Mapping[LayerType, Any]],
-    generation: int,
-) -> DeepseekSparseSWAMetadata:
-    """The metadata of a step's main group, with those of its further groups inside."""
-    buffers, tokens = views.buffers, step.num_tokens
-    decode_rows = views.decode(split.num_decode_tokens, batch.causal)
-    prefill_rows = views.prefill(split.num_prefill_tokens) if prefill is not None else None
-    valid = views.valid(tokens)
-    replay_start = batch.replay_start if batch.replay_start is not None else views.no_replay(batch.num_reqs)
-    made = []
-    for group in range(buffers.num_swa_groups):
-        table, slots = step.groups[group]
-        decode = decode_rows[group]
-        metadata = DeepseekSparseSWAMetadata(
-            block_table=table,
-            slot_mapping=slots if slots.shape[0] == tokens else slots[:tokens],
-            block_size=buffers.groups[group].page_entries,
-            seq_lens=batch.seq_lens,
-            query_start_loc=batch.query_start_loc,
-            query_start_loc_cpu=batch.query_start_loc_cpu,
-            is_valid_token=valid[group],
-            token_to_req_indices=views.token_to_req(tokens),
-            decode_swa_indices=decode.indices,
-            decode_swa_lens=decode.lens,
-            decode_swa_width=decode.indices.shape[2],
-            window_size=buffers.window,
-            causal=batch.causal,
-            num_decodes=split.num_decodes,
-            num_prefills=split.num_prefills,
-            num_decode_tokens=split.num_decode_tokens,
-            num_prefill_tokens=split.num_prefill_tokens,
-            max_decode_query_len=min(batch.max_query_len, config.decode_threshold),
-            replay_start=replay_start,
-            provider=provider,
-            shape=shape,
-            validate=config.validate,
-            plans=plans(),
-            decode_swa_ragged_indices=decode.ragged_indices,
-            decode_swa_ragged_indptr=decode.ragged_indptr,
-            generation=generation,
-            step=step,
+class MetadataAssembler:
+    """Makes the metadata objects of one builder.
+
+    What follows from the split alone is put together once a split and copied from then on.
+    """
+
+    def __init__(
+        self, buffers: IndexBuffers, config: BackendConfig, provider: AttentionProvider, shape: AttentionShape
+    ) -> None:
+        self._buffers = buffers
+        self._config = config
+        self._provider = provider
+        self._shape = shape
+        self._views = RowViews(buffers)
+        self._template: Callable[[Split, bool], tuple[DeepseekSparseSWAMetadata, ...]] = lru_cache(_REMEMBERED)(
+            self._make_template
         )
-        if prefill is not None and prefill_rows is not None:
-            _add_prefill(metadata, batch, prefill, prefill_rows[group], views, config)
+
+    def __call__(
+        self,
+        batch: CommonAttentionMetadata,
+        split: Split,
+        step: BuildStep,
+        prefill: PrefillHostLens | None,
+        generation: int,
+    ) -> DeepseekSparseSWAMetadata:
+        """The metadata of a step's main group, with those of its further groups inside; none has plans yet."""
+        tokens, buffers = step.num_tokens, self._buffers
+        given: dict[str, Any] = {
+            "seq_lens": batch.seq_lens,
+            "query_start_loc": batch.query_start_loc,
+            "query_start_loc_cpu": batch.query_start_loc_cpu,
+            "max_decode_query_len": min(batch.max_query_len, self._config.decode_threshold),
+            "generation": generation,
+            "step": step,
+        }
+        if batch.replay_start is not None:
+            given["replay_start"] = batch.replay_start
+        if prefill is not None:
+            given["prefill_seq_lens"] = batch.seq_lens[split.num_decodes :]
+            given["prefill_seq_lens_cpu"] = prefill.seq_lens
+            given["prefill_query_lens_cpu"] = prefill.query_lens
+            given["prefill_replay_start_cpu"] = prefill.replay_start
         if step.spans is not None and buffers.left_visible is not None and buffers.right_visible is not None:
-            metadata.prefill_left_visible = buffers.left_visible[:tokens]
-            metadata.prefill_right_visible = buffers.right_visible[:tokens]
-        made.append(metadata)
-    main = made[0]
-    if len(made) > 1:
-        main.groups = {buffers.groups[group].name: made[group] for group in range(1, len(made))}
-    if len(buffers.groups) > len(made):
-        main.compressed = _compressed(step, views)
-    return main
+            given["prefill_left_visible"] = buffers.left_visible[:tokens]
+            given["prefill_right_visible"] = buffers.right_visible[:tokens]
+        made = []
+        for template, (table, slots) in zip(self._template(split, batch.causal), step.groups, strict=False):
+            own = slots if slots.shape[0] == tokens else slots[:tokens]
+            made.append(template.with_values(given, block_table=table, slot_mapping=own, _chunk_plans={}))
+        main = made[0]
+        if len(made) > 1:
+            main.groups = {buffers.groups[group].name: made[group] for group in range(1, len(made))}
+        if len(buffers.groups) > len(made):
+            main.compressed = _compressed(step, self._views)
+        return main
 
-
-def _add_prefill(
-    metadata: DeepseekSparseSWAMetadata,
-    batch: CommonAttentionMetadata,
-    lens: PrefillHostLens,
-    rows: _Rows,
-    views: RowViews,
-    config: BackendConfig,
-) -> None:
-    metadata.prefill_swa_indices = rows.indices
-    metadata.prefill_swa_lens = rows.lens
-    metadata.prefill_swa_ragged_indices = rows.ragged_indices
-    metadata.prefill_swa_ragged_indptr = rows.ragged_indptr
-    metadata.prefill_seq_lens = batch.seq_lens[metadata.num_decodes :]
-    metadata.prefill_seq_lens_cpu = lens.seq_lens
-    metadata.prefill_query_lens_cpu = lens.query_lens
-    metadata.prefill_replay_start_cpu = lens.replay_start
-    metadata.prefill_gather_lens = views.gather_lens(metadata.num_prefills)
-    metadata.prefill_window_size = config.model.window_size
-    metadata.prefill_max_model_len = config.scheduler.max_model_len
-    metadata.prefill_max_num_batched_tokens = config.scheduler.max_num_batched_tokens
+    def _make_template(self, split: Split, causal: bool) -> tuple[DeepseekSparseSWAMetadata, ...]:
+        """For each sliding-window group a metadata object without what only a batch brings."""
+        views, buffers, config = self._views, self._buffers, self._config
+        tokens = split.num_decode_tokens + split.num_prefill_tokens
+        valid = views.valid(tokens)
+        from_batch: dict[str, Any] = dict.fromkeys(
+            (
+                "block_table",
+                "slot_mapping",
+                "seq_lens",
+                "query_start_loc",
+                "query_start_loc_cpu",
+                "max_decode_query_len",
+            )
+        )
+        made = []
+        for group, decode in enumerate(views.decode(split.num_decode_tokens, causal)):
+            template = DeepseekSparseSWAMetadata(
+                block_size=buffers.groups[group].page_entries,
+                is_valid_token=valid[group],
+                token_to_req_indices=views.token_to_req(tokens),
+                decode_swa_indices=decode.indices,
+                decode_swa_lens=decode.lens,
+                decode_swa_width=decode.indices.shape[2],
+                window_size=buffers.window,
+                causal=causal,
+                num_decodes=split.num_decodes,
+                num_prefills=split.num_prefills,
+                num_decode_tokens=split.num_decode_tokens,
+                num_prefill_tokens=split.num_prefill_tokens,
+                replay_start=views.no_replay(split.num_decodes + split.num_prefills),
+                provider=self._provider,
+                shape=self._shape,
+                validate=config.validate,
+                decode_swa_ragged_indices=decode.ragged_indices,
+                decode_swa_ragged_indptr=decode.ragged_indptr,
+                **from_batch,
+            )
+            if split.num_prefills:
+                rows = views.prefill(split.num_prefill_tokens)[group]
+                template.prefill_swa_indices = rows.indices
+                template.prefill_swa_lens = rows.lens
+                template.prefill_swa_ragged_indices = rows.ragged_indices
+                template.prefill_swa_ragged_indptr = rows.ragged_indptr
+                template.prefill_gather_lens = views.gather_lens(split.num_prefills)
+                template.prefill_window_size = config.model.window_size
+                template.prefill_max_model_len = config.scheduler.max_model_len
+                template.prefill_max_num_batched_tokens = config.scheduler.max_num_batched_tokens
+            made.append(template)
+        return tuple(made)
 
 
 def _compressed(step: BuildStep, views: RowViews) -> dict[str, CompressedGroupMetadata]:
