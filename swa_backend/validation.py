@@ -91,9 +91,10 @@ def _validate_tables(
     """Slots inside the cache, and a real page under every position that a live token can see."""
     query_lens = starts[1:] - starts[:-1]
     mapped = int(starts[-1])
-    replay = torch.zeros_like(seq_lens) if batch.replay_start is None else batch.replay_start.cpu()
     oldest = seq_lens - query_lens - (config.model.window_size - (1 if batch.causal else 0))
-    oldest = torch.maximum(oldest, replay).clamp(min=0)
+    if batch.causal and batch.replay_start is not None:  # a draft block sees its whole window, whatever replays
+        oldest = torch.maximum(oldest, batch.replay_start.cpu())
+    oldest = oldest.clamp(min=0)
     for pages, given in zip(groups, inputs, strict=True):
         name, entries = pages.name, pages.page_entries
         begin, end = (torch.zeros_like(seq_lens), seq_lens // pages.ratio) if pages.ratio else (oldest, seq_lens)
