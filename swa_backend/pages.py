@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -51,6 +52,7 @@ class PageView:
         data: uint8 [num_pages, layout.used_bytes(entries)], a view of the engine's memory; ``stride(0)`` is the
             distance between pages in bytes, ``stride(1)`` is 1. The padding between pages is not part of it.
         scale: float32 [1], the one scale of a per-tensor fp8 cache; None for other layouts.
+        launches: what kernels keep of one call for the next on the same pages.
     """
 
     layout: PageLayout
@@ -58,6 +60,7 @@ class PageView:
     num_pages: int
     data: torch.Tensor
     scale: torch.Tensor | None = None
+    launches: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def page_stride(self) -> int:

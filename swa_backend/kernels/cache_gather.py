@@ -17,7 +17,7 @@ import triton.language as tl
 from swa_backend._math import cdiv
 from swa_backend.cache_layout import HEAD_DIM, Dialect
 from swa_backend.kernels.fp8 import decode_e2m1, decode_e4m3, decode_ue8m0
-from swa_backend.kernels.jit import Tuning, kernel
+from swa_backend.kernels.jit import Tuning, address, kernel
 from swa_backend.kernels.paging import PAGE_TYPES, cache_layouts, is_aligned, layout_key, page_numbers, scale_of, wide
 from swa_backend.platform import CacheRole
 
@@ -41,18 +41,18 @@ def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Itera
 
 @kernel(
     types={
-        "pages": "*u8",
-        "scale": "*u8",  # one float32 of a per-tensor layout, else not read
         "block_table": "*i32",  # [requests, columns]
         "seq_lens": "*i32",  # [requests]
         "gather_lens": "*i32",  # [requests]; not read if EVERYTHING
         "out": "*bf16",  # [requests, offset + height, 512]
         "table_stride": "i64",  # entries
         "out_stride": "i64",  # values from request to request
-        **PAGE_TYPES,
         "columns": "i32",
         "offset": "i32",  # first row to write of each request
         "height": "i32",  # rows that may be written of each request
+        "pages": "*u8",
+        "scale": "*u8",  # one float32 of a per-tensor layout, else not read
+        **PAGE_TYPES,
     },
     tuning={
         "cuda": Tuning(1, 1, tiles={"TOKENS": 4, "HW_FP8": 1}),
@@ -63,8 +63,8 @@ def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Itera
     keys=_keys,
 )
 def gather_pages(
-    pages, scale, block_table, seq_lens, gather_lens, out, table_stride, out_stride,
-    page_stride, data_stride, scale_start, scale_stride, entries, num_pages, columns, offset, height,
+    block_table, seq_lens, gather_lens, out, table_stride, out_stride, columns, offset, height, pages, scale,
+    page_stride, data_stride, scale_start, scale_stride, entries, num_pages,
     VALUES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, QUANTISED: tl.constexpr, FNUZ: tl.constexpr,
     EVERYTHING: tl.constexpr, ALIGNED: tl.constexpr, TOKENS: tl.constexpr, HW_FP8: tl.constexpr,
 ):  # fmt: skip
@@ -154,12 +154,16 @@ def gather_kv(
     """
     requests, height, _ = out.shape
     height -= offset
-    launcher = gather_pages.on(
-        out.device, **layout_key(pages.layout), EVERYTHING=gather_lens is None, ALIGNED=is_aligned(pages, out)
-    )
-    share = min(cdiv(height, launcher.tiles["TOKENS"]), max(MOST_PROGRAMS // max(requests, 1), 1))
-    launcher.launch(
+    kind = (gather_pages, gather_lens is None, is_aligned(pages, out))
+    bound = pages.launches.get(kind)
+    if bound is None:
+        key = {**layout_key(pages.layout), "EVERYTHING": kind[1], "ALIGNED": kind[2]}
+        launcher = gather_pages.on(out.device, **key)
+        bound = pages.launches[kind] = launcher.bind(pages.data, scale_of(pages), *page_numbers(pages))
+    share = min(cdiv(height, bound.launcher.tiles["TOKENS"]), max(MOST_PROGRAMS // max(requests, 1), 1))
+    lens = address(seq_lens)
+    bound.launch(
         (share, requests, 1),
-        pages.data, scale_of(pages), block_table, seq_lens, seq_lens if gather_lens is None else gather_lens,
-        out, block_table.stride(0), out.stride(0), *page_numbers(pages), block_table.shape[1], offset, height,
+        address(block_table), lens, lens if gather_lens is None else address(gather_lens), address(out),
+        block_table.stride(0), out.stride(0), block_table.shape[1], offset, height,
     )  # fmt: skip

@@ -340,6 +340,11 @@ def _tuning_names(target: Target) -> tuple[str, ...]:
     return str(target), target.vendor, ""
 
 
+def address(tensor: torch.Tensor) -> torch.Tensor | int:
+    """What to pass for a tensor to `Bound.launch`: its address on a GPU, where that is cheapest, else itself."""
+    return tensor.data_ptr() if tensor.is_cuda else tensor
+
+
 def _as_addresses(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values)
 

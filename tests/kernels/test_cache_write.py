@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 
 from swa_backend.cache_layout import get_layout
-from swa_backend.kernels.cache_write import superseded, write_kv
+from swa_backend.kernels.cache_write import MOST_FEW, superseded, write_kv
 from swa_backend.kernels.jit import Tuning, kernel
 from swa_backend.pages import PageView
 from tests.cache_twin import WRITABLE_FORMS
@@ -102,6 +102,23 @@ def test_g2_a_negative_slot_changes_no_byte(device: torch.device, name: str) -> 
     twin.assert_same_bytes()
 
 
+@pytest.mark.simulate
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_step_of_many_tokens(device: torch.device, repeated: bool) -> None:
+    """Large steps take larger tiles; runs of slots cross them, and some slots come again at the far end."""
+    tokens = MOST_FEW + 77
+    twin = make_twin(device, "fp8_ds_mla", entries=64, pages=20)
+    bits = np.tile(wild_keys(64, seed=8), (tokens // 64 + 1, 1))[:tokens]
+    bits[:, 0] = np.arange(tokens)  # no two rows are equal
+    slots = np.arange(20 * 64 - 1, 20 * 64 - 1 - tokens, -1) if repeated else np.arange(tokens) + 9
+    slots[70:75] = -1
+    if repeated:
+        slots[-40:-20] = slots[10:30]
+    write_kv(bf16(bits, device), twin.view, torch.from_numpy(slots).to(device))
+    twin.pool.write(bits, slots.tolist())
+    twin.assert_same_bytes()
+
+
 @pytest.mark.parametrize(
     "slots",
     [
@@ -129,7 +146,7 @@ def mark_superseded(slots, out, tokens, TOKENS: tl.constexpr, SCAN: tl.constexpr
     first = tl.program_id(0) * TOKENS
     token = first + tl.arange(0, TOKENS)
     slot = tl.load(slots + tl.minimum(token, tokens - 1), mask=token < tokens, other=-1).to(tl.int32)
-    taken = superseded(slots, slot, first, tokens, TOKENS, SCAN)
+    taken = (superseded(slots, slot, first, tokens, TOKENS, SCAN) >> tl.arange(0, TOKENS)) & 1
     tl.store(out + tl.minimum(token, tokens - 1), tl.where(slot < 0, 2, taken), mask=token < tokens)
 
 

@@ -45,9 +45,8 @@ class Pair:
         self.builder = make_builder(config, ragged=ragged, **options)
         self.right = self.builder._buffers
         swa = [SwaGroup(g.name, g.page_entries, g.num_pages) for g in self.right.groups if not g.ratio]
-        compressed = [
-            CompressedGroup(g.name, g.ratio, g.page_entries * g.ratio, g.num_pages) for g in self.right.groups if g.ratio
-        ]
+        second = [g for g in self.right.groups if g.ratio]
+        compressed = [CompressedGroup(g.name, g.ratio, g.page_entries * g.ratio, g.num_pages) for g in second]
         self.found = IndexBuffers.allocate(config, swa, compressed, device, ragged=ragged)
         self.launch = MetadataLauncher(self.found)
         self.device = device

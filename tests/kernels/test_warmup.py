@@ -140,7 +140,8 @@ def test_keys_are_few_and_hold_no_count(model: str) -> None:
 def test_fnuz_and_ocp_are_keys_of_their_own() -> None:
     mixed = {CacheRole.SWA: Dialect.FNUZ, CacheRole.COMPRESSED: Dialect.OCP}
     written = [key["FNUZ"] for one, key in keys_of(config_of(), mixed) if one.name == "write_pages"]
-    assert sorted(map(bool, written)) == [False, False, True, True]
+    assert set(map(bool, written)) == {False, True}
+    assert sum(written) * 2 == len(written)
 
 
 # Through the compiler, for chips that are not here
