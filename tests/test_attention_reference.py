@@ -67,7 +67,12 @@ class TestGolden:
         rows = pages.as_strided((pages.shape[0], entries, 584), (pages.stride(0), 584, 1))
         return Segment(PageView.of(rows, get_layout("fp8_ds_mla"), entries), indices.squeeze(1), lens)
 
-    @pytest.mark.parametrize("name", ["decode_swaonly_h64", "decode_c4a_h64", "prefill_h64"])
+    NAMES = ("decode_c4a_h64", "decode_swaonly_h64", "prefill_h64")
+
+    def test_no_recorded_case_is_left_out(self) -> None:
+        assert sorted(path.stem for path in GOLDEN.glob("*.npz")) == list(self.NAMES)
+
+    @pytest.mark.parametrize("name", NAMES)
     def test_recorded_case(self, name: str) -> None:
         case, meta = self.load(name)
         q = case["q"].reshape(-1, *case["q"].shape[-2:])
@@ -88,6 +93,10 @@ class TestGolden:
         assert empty.any()
         assert np.isneginf(floats(lse)[empty]).all(), "recorded as +inf; ours is -inf"
         assert np.abs(floats(lse)[~empty] - expected_lse[~empty]).max() <= 1e-4
+        if "max_logits" in case:  # not a result of ours; a bound of the lse by the length of the row
+            gap = floats(lse)[~empty] - floats(case["max_logits"])[~empty]
+            assert gap.min() >= -1e-4
+            assert (gap <= np.log(floats(case["lens"])[:, None].repeat(64, 1)[~empty]) + 1e-4).all()
 
 
 def exact_keys(count: int, seed: int) -> torch.Tensor:

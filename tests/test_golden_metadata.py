@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from swa_backend.backend import Backend
+from swa_backend.registry import get_backend
 from tests.support import GoldenCase, golden_cases, load_golden, make_builder
 
 SAME = [
@@ -86,15 +90,20 @@ def test_ragged_rows_equal_the_recording(path: Path) -> None:
     assert seen
 
 
-WITH_CHUNK_PLANS = [path for path in CASES if load_golden(path).get("expected/chunk_plans")]
-
-
-@pytest.mark.parametrize("path", WITH_CHUNK_PLANS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_chunk_plans_equal_the_recording(path: Path) -> None:
-    """Cases with an empty chunk were dropped from the recording: no chunk is ever empty here."""
+    """Plans with an empty chunk were dropped from the recording; those are cases with a zero-token prefill."""
     case = load_golden(path)
     metadata = make_builder(case.config()).build(0, case.batch())
-    for key, expected in case["expected/chunk_plans"].items():
+    plans = case.get("expected/chunk_plans")
+    if plans is None:
+        queries = case.tensor("inputs/query_start_loc").diff().tolist()[metadata.num_decodes :]
+        assert not queries or "expected/chunk_plans_note" in case.values
+        covered = [r for chunk in metadata.get_prefill_chunk_plan(4, 4) for r in range(chunk.first, chunk.end)]
+        assert covered == [request for request, query in enumerate(queries) if query]
+        return
+    assert plans
+    for key, expected in plans.items():
         ratio, chunk_size, has_compressed = key.split("/")
         flag = {"None": None, "True": True, "False": False}[has_compressed]
         plan = metadata.get_prefill_chunk_plan(int(ratio), int(chunk_size), flag)
@@ -112,20 +121,61 @@ def test_draft_updates_equal_the_recording(path: Path) -> None:
     metadata = builder.build(0, batch)
     steps = sorted({key.split("/")[2] for key in case.values if key.startswith("expected/draft_steps/")}, key=int)
     assert steps
+    live = batch.query_start_loc.diff() > 0
     for step in steps:
-        batch.seq_lens.copy_(case.tensor(f"expected/draft_steps/{step}/seq_lens"))
+        batch.seq_lens.add_(live)  # as recorded: one more token for each live request
+        assert batch.seq_lens.tolist() == case[f"expected/draft_steps/{step}/seq_lens"].tolist()
         builder.update_draft_decode_metadata(metadata)
         for field in ("decode_swa_indices", "decode_swa_lens"):
             expected = case[f"expected/draft_steps/{step}/{field}"]
             assert getattr(metadata, field).tolist() == expected.tolist(), (step, field)
 
 
+class Scheduler:
+    """Makes a plan of every type, as the recorded implementation's kernels take one."""
+
+    def fresh_plans(self, layer_types: Any) -> Any:
+        return {layer_type: object() for layer_type in layer_types}
+
+
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_plans_exist_for_the_recorded_layer_types(path: Path) -> None:
-    """The recording names the types that had a FlashMLA plan: those present, in a step with decode tokens."""
+    """By the names of the recorded implementation; none where, as on a CPU, no kernel takes a plan."""
     case = load_golden(path)
-    config = case.config()
-    metadata = make_builder(config).build(0, case.batch())
-    present = [str(t) for t in config.model.present_layer_types] if metadata.num_decode_tokens else []
-    assert sorted(present) == sorted(case["expected/tile_sched_present"])
-    assert set(metadata.plans) >= set(config.model.present_layer_types)
+    platform = get_backend("cpu").platform
+    planning = Backend(dataclasses.replace(platform, load_scheduler=lambda target: Scheduler()))
+    for backend, expected in ((planning, set(case["expected/tile_sched_present"])), (None, set())):
+        metadata = make_builder(case.config(), backend=backend).build(0, case.batch())
+        kinds = ("swaonly", "c1a", "c2a", "c4a", "c128a")
+        assert {kind for kind in kinds if getattr(metadata, f"tile_sched_{kind}") is not None} == expected
+
+
+COMPARED = {
+    *SAME,
+    *SCALARS,
+    "decode_threshold",
+    "prefill_left_visible",
+    "prefill_right_visible",
+    "decode_ragged_indices",
+    "decode_ragged_indptr",
+    "prefill_ragged_indices",
+    "prefill_ragged_indptr",
+    "chunk_plans",
+    "chunk_plans_note",
+    "tile_sched_present",
+}
+DRAFT_FIELDS = {"seq_lens", "decode_swa_indices", "decode_swa_lens"}
+
+
+def test_nothing_recorded_is_left_out() -> None:
+    """All 53 files, and every entry of each is one that a test above compares."""
+    assert len(CASES) == 53
+    drafts = 0
+    for path in CASES:
+        expected = [key.removeprefix("expected/") for key in load_golden(path).values if key.startswith("expected/")]
+        steps = [key.split("/") for key in expected if key.startswith("draft_steps/")]
+        assert {field for _, _, field in steps} <= DRAFT_FIELDS
+        assert {key for key in expected if not key.startswith("draft_steps/")} <= COMPARED, path.stem
+        assert set(SAME + SCALARS) <= set(expected), path.stem
+        drafts += bool(steps)
+    assert drafts == len(WITH_DRAFT_STEPS) == 2
