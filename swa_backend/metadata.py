@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from swa_backend.chunk_plan import PrefillChunk, plan_prefill_chunks, workspace_rows
+from swa_backend.errors import BatchError
 from swa_backend.layer_types import LayerType
 from swa_backend.provider import AttentionProvider, AttentionShape
 from swa_backend.step import BuildStep
@@ -166,11 +167,13 @@ class DeepseekSparseSWAMetadata:
         workspace larger than needed.
 
         Raises:
-            BatchError: a request is longer than the configuration allows.
+            BatchError: a number is no ratio or chunk size, or a request is longer than the configuration allows.
         """
+        compressed = compress_ratio > 1 if has_compressed is None else has_compressed
+        _require("compress_ratio", compress_ratio, 1 if compressed else 0)
+        _require("prefill_chunk_size", prefill_chunk_size, 1)
         if self.prefill_seq_lens_cpu is None or self.prefill_query_lens_cpu is None:
             return []
-        compressed = compress_ratio > 1 if has_compressed is None else has_compressed
         key = (compress_ratio, prefill_chunk_size, compressed)
         plan = self._chunk_plans.get(key)
         if plan is None:
@@ -199,4 +202,11 @@ class DeepseekSparseSWAMetadata:
                 max_num_batched_tokens=self.prefill_max_num_batched_tokens,
             ),
             has_compressed=has_compressed,
+        )
+
+
+def _require(field: str, value: object, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise BatchError(
+            field, found=repr(value), legal=f"an int >= {minimum}", fix="Pass the layer's ratio and the config's size."
         )

@@ -372,6 +372,19 @@ def test_an_empty_step(provider: ProviderUnderTest, rows: int) -> None:
     assert not result.out.any()
 
 
+def test_p1_a_step_whose_requests_have_no_token_is_not_launched(
+    provider: ProviderUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(provider, [0] * 8, [0] * 8, config={"max_model_len": 1024, "max_num_batched_tokens": 64})
+    for call in ("decode", "prefill"):
+        monkeypatch.setattr(scene.metadata.provider, call, lambda _: pytest.fail("something was launched"))
+    assert scene.metadata.get_prefill_chunk_plan(4, 4) == scene.metadata.get_prefill_chunk_plan(0, 4) == []
+    q = torch.full((5, HEADS, 512), math.nan, dtype=torch.bfloat16, device=scene.device)
+    result = scene.run(q=q)
+    assert not result.out.any()
+    assert torch.all(result.lse == -INF)
+
+
 def test_strided_tensors_are_taken_as_they_are(provider: ProviderUnderTest) -> None:
     scene = mixed(provider, second=(4, "fp8_ds_mla", 256))
     local = torch.randint(0, 50, (scene.tokens, 20), generator=torch.Generator().manual_seed(4))

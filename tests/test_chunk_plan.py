@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,15 @@ def test_p1_an_all_zero_batch_has_an_empty_plan() -> None:
 def test_zero_token_requests_close_a_chunk() -> None:
     plan = plan_prefill_chunks([5, 0, 5, 5], [5, 100, 5, 5], [5, 99, 5, 5], 4, 1000, has_compressed=True)
     assert plan == [(0, 1, 1, 6), (2, 4, 1, 6)]
+
+
+@pytest.mark.parametrize(("ratio", "size"), [(0, 4), (-1, 4), (4, 0), (4, -1), (4.0, 4), (4, True)])
+def test_numbers_that_no_layer_or_workspace_has(ratio: Any, size: Any) -> None:
+    """A ratio of 0 is right where nothing is compressed, and nowhere else."""
+    metadata = make_builder(make_config()).build(0, Batch([50], [500]).metadata())
+    with pytest.raises(BatchError, match=r"compress_ratio|prefill_chunk_size"):
+        metadata.get_prefill_chunk_plan(ratio, size, True)
+    assert metadata.get_prefill_chunk_plan(0, 4, False) == metadata.get_prefill_chunk_plan(0, 4) == [(0, 1, 0, 177)]
 
 
 def test_a_request_longer_than_the_configuration_is_refused() -> None:
@@ -69,6 +79,52 @@ def test_p2_workspace_bounds_a_chunked_prefill_of_the_longest_request() -> None:
             for chunk in metadata.get_prefill_chunk_plan(ratio, config.prefill_chunk_size):
                 largest = max(largest, (chunk.end - chunk.first) * chunk.width * 512 * 2)
     assert 0 < largest <= bound
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_workspace_bytes_bounds_every_legal_batch(data: st.DataObject) -> None:
+    """Requests of any legal lengths, built as a step: no chunk of any ratio of the model needs more."""
+    draw = data.draw
+    version = draw(st.sampled_from(ModelVersion))
+    ratios = draw(st.lists(st.sampled_from([0, 1, 2, 4, 128]), min_size=1, max_size=3))
+    longest, tokens = draw(st.integers(1, 700)), draw(st.integers(1, 96))
+    config = make_config(
+        window=draw(st.sampled_from([1, 16, 128])),
+        version=version,
+        compress_ratios=ratios,
+        max_model_len=longest,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=8,
+        max_image_tokens=draw(st.sampled_from([0, 24])) if version is ModelVersion.V4 else 0,
+        prefill_chunk_size=draw(st.integers(1, 4)),
+    )
+    queries, seqs, left = [], [], tokens
+    for _ in range(draw(st.integers(1, 8))):
+        query = draw(st.integers(0, min(left, longest)))
+        left -= query
+        queries.append(query)
+        seqs.append(draw(st.sampled_from([query, longest, (query + longest) // 2])))
+    metadata = make_builder(config).build(0, Batch(queries, seqs).metadata())
+    bound = workspace_bytes(config)
+    covered = set()
+    for ratio in ratios:
+        compressed = ratio > 1 or (ratio == 1 and version is ModelVersion.V4_1)
+        for chunk in metadata.get_prefill_chunk_plan(ratio, config.prefill_chunk_size, compressed):
+            requests = range(metadata.num_decodes + chunk.first, metadata.num_decodes + chunk.end)
+            assert chunk.compressed >= max(seqs[r] // ratio if compressed else 0 for r in requests)
+            assert chunk.width >= chunk.compressed + max(metadata.prefill_gather_lens[chunk.first : chunk.end].tolist())
+            assert (chunk.end - chunk.first) * chunk.width * 512 * 2 <= bound
+            covered |= set(requests)
+    assert covered == {r for r in range(metadata.num_decodes, len(queries)) if queries[r]}
+
+
+def test_workspace_bytes_is_reached() -> None:
+    """A bound no larger than needed: as many requests of the longest context as the chunk size says, almost."""
+    config = make_config(max_model_len=8192, max_num_batched_tokens=64, compress_ratios=(0, 4), prefill_chunk_size=1)
+    metadata = make_builder(config).build(0, Batch([64], [8192]).metadata())
+    [chunk] = metadata.get_prefill_chunk_plan(4, 1)
+    assert chunk.width * 1024 == workspace_bytes(config) - 1024  # W - 1 tokens are gathered, W are budgeted
 
 
 def test_workspace_counts_ratio_one_as_compressed_in_v41_only() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,10 @@ def split(queries: list[int], threshold: int, padding: int = 0, **options: Any) 
         ([1], 6, (1, 0, 1, 0)),
         ([6], 6, (1, 0, 6, 0)),
         ([7], 6, (0, 1, 0, 7)),
+        ([11], 6, (0, 1, 0, 11)),
+        ([12], 6, (0, 1, 0, 12)),
+        ([1], 11, (1, 0, 1, 0)),
+        ([6], 11, (1, 0, 6, 0)),
         ([7], 11, (1, 0, 7, 0)),
         ([11], 11, (1, 0, 11, 0)),
         ([12], 11, (0, 1, 0, 12)),
@@ -50,6 +53,17 @@ def test_s1_thresholds_with_and_without_parallel_drafting(
         metadata.num_prefill_tokens,
     )
     assert found == expected
+    # Whatever reads the metadata sees that border: rows, lengths of the prefills, and the chunks made of them.
+    assert metadata.decode_swa_indices.shape[0] == metadata.decode_swa_lens.shape[0] == expected[2]
+    assert metadata.max_decode_query_len == min(max(queries), threshold)
+    if not expected[1]:
+        assert metadata.prefill_swa_indices is metadata.prefill_seq_lens is None
+        return
+    assert metadata.prefill_swa_indices.shape[0] == metadata.prefill_swa_lens.shape[0] == expected[3]
+    assert metadata.prefill_query_lens_cpu.tolist() == queries[expected[0] :]
+    assert metadata.prefill_seq_lens.tolist() == [q + 20 for q in queries[expected[0] :]]
+    plan = metadata.get_prefill_chunk_plan(4, 4)
+    assert [r for chunk in plan for r in range(chunk.first, chunk.end)] == list(range(expected[1]))
 
 
 def test_padding_counts_with_the_last_side() -> None:
@@ -88,10 +102,12 @@ def test_empty_batch() -> None:
     assert split([], 1, treat_short_extends_as_decodes=False) == (0, 0, 0, 0)
 
 
-def slow_split(queries: list[int], tokens: int, threshold: int, uniform: bool, short: bool, pre: list[bool]) -> Any:
+def slow_split(
+    queries: list[int], tokens: int, longest: int, threshold: int, uniform: bool, short: bool, pre: list[bool]
+) -> Any:
     """The rule read aloud, request by request."""
     count = len(queries)
-    if max(queries, default=0) <= threshold and short and (not uniform or threshold <= 1):
+    if longest <= threshold and short and (not uniform or threshold <= 1):
         return (count, 0, tokens, 0)
     if not count:
         return (0, 0, 0, 0)
@@ -108,25 +124,27 @@ def slow_split(queries: list[int], tokens: int, threshold: int, uniform: bool, s
     queries=st.lists(st.integers(0, 9), max_size=8),
     threshold=st.integers(1, 8),
     padding=st.integers(0, 3),
+    slack=st.integers(0, 4),
     uniform=st.booleans(),
     short=st.booleans(),
     data=st.data(),
 )
 def test_split_equals_the_slow_rule(
-    queries: list[int], threshold: int, padding: int, uniform: bool, short: bool, data: Any
+    queries: list[int], threshold: int, padding: int, slack: int, uniform: bool, short: bool, data: Any
 ) -> None:
+    """``max_query_len`` may be padded too: ``slack`` longer than the longest query."""
     pre = data.draw(st.lists(st.booleans(), min_size=len(queries), max_size=len(queries)))
-    found = split(
-        queries,
+    tokens, longest = sum(queries) + padding, max(queries, default=0) + slack
+    found = split_decodes_and_prefills(
+        torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32),
+        tokens,
+        longest,
         threshold,
-        padding,
         require_uniform=uniform,
         treat_short_extends_as_decodes=short,
         is_prefilling=torch.tensor(pre, dtype=torch.bool),
     )
-    assert found == slow_split(queries, sum(queries) + padding, threshold, uniform, short, pre)
-    starts = [0, *np.cumsum(queries).tolist()]
-    assert all(b >= a for a, b in pairwise(starts))
+    assert found == slow_split(queries, tokens, longest, threshold, uniform, short, pre)
     assert found.num_decodes + found.num_prefills == len(queries)
 
 
