@@ -34,14 +34,15 @@ UE8M0_NAN: tl.constexpr = tl.constexpr(255)
 # Tokens of a program, how many of them it holds in registers at once, and slots that it compares with at a time. A step
 # of decodes needs many small programs; for a large one what counts is how often all slots are read.
 FEW = {"TOKENS": 4, "ROWS": 4, "SCAN": 128}
-MANY = {"TOKENS": 32, "ROWS": 8, "SCAN": 1024}
+MANY = {"TOKENS": 32, "ROWS": 16, "SCAN": 1024}
+MANY_UNALIGNED = {**MANY, "ROWS": 4}  # narrow accesses take more registers
 MOST_FEW = 1024
 
 
 def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Iterator[Mapping[str, object]]:
     for layout in cache_layouts(config, dialects, written=True):
-        for aligned in (True, False):
-            for tile in (FEW, MANY):
+        for aligned, many in ((True, MANY), (False, MANY_UNALIGNED)):
+            for tile in (FEW, many):
                 yield {**layout_key(layout), "ALIGNED": aligned, **tile}
 
 
@@ -188,11 +189,12 @@ def write_kv(k: torch.Tensor, pages: PageView, slot_mapping: torch.Tensor) -> No
             nothing; of equal slots the last one wins.
     """
     tokens = slot_mapping.shape[0]
-    tile = FEW if tokens <= MOST_FEW else MANY
-    kind = (write_pages, is_aligned(pages, k), tile["TOKENS"])
+    aligned = is_aligned(pages, k)
+    tile = FEW if tokens <= MOST_FEW else MANY if aligned else MANY_UNALIGNED
+    kind = (write_pages, aligned, tile["TOKENS"])
     bound = pages.launches.get(kind)
     if bound is None:
-        launcher = write_pages.on(k.device, **layout_key(pages.layout), ALIGNED=kind[1], **tile)
+        launcher = write_pages.on(k.device, **layout_key(pages.layout), ALIGNED=aligned, **tile)
         bound = pages.launches[kind] = launcher.bind(pages.data, scale_of(pages), *page_numbers(pages))
     grid = (cdiv(tokens, tile["TOKENS"]), 1, 1)
     bound.launch(grid, address(k), address(slot_mapping), k.stride(0), tokens)

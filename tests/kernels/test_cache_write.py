@@ -103,11 +103,11 @@ def test_g2_a_negative_slot_changes_no_byte(device: torch.device, name: str) -> 
 
 
 @pytest.mark.simulate
-@pytest.mark.parametrize("repeated", [False, True])
-def test_a_step_of_many_tokens(device: torch.device, repeated: bool) -> None:
+@pytest.mark.parametrize(("repeated", "first"), [(False, 0), (True, 0), (True, 2)])
+def test_a_step_of_many_tokens(device: torch.device, repeated: bool, first: int) -> None:
     """Large steps take larger tiles; runs of slots cross them, and some slots come again at the far end."""
     tokens = MOST_FEW + 77
-    twin = make_twin(device, "fp8_ds_mla", entries=64, pages=20)
+    twin = make_twin(device, "fp8_ds_mla", entries=64, pages=20, first=first)
     bits = np.tile(wild_keys(64, seed=8), (tokens // 64 + 1, 1))[:tokens]
     bits[:, 0] = np.arange(tokens)  # no two rows are equal
     slots = np.arange(20 * 64 - 1, 20 * 64 - 1 - tokens, -1) if repeated else np.arange(tokens) + 9

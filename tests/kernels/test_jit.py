@@ -158,30 +158,3 @@ def test_h1_no_stride_count_value_or_alignment_compiles_anything(target: str) ->
         launcher.launch((1, 1, 1), huge, 1, 1, 1)
     assert len(driver.launches) == 5
     assert len({compiled.hash for compiled in driver.compiled}) == 1
-
-
-@pytest.mark.gpu
-def test_launching_costs_a_fraction_of_tritons_own_path() -> None:
-    import statistics
-    import time
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    out = torch.zeros(16, dtype=torch.int32, device=device)
-    launcher = fill_for_test.on(device, DOUBLE=False)
-    bound = launcher.bind(16, 1, 5)
-
-    def cost(call: object) -> float:
-        rounds = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(50):
-                call()  # type: ignore[operator]
-            rounds.append(time.perf_counter() - begin)
-        return statistics.median(rounds)
-
-    bound.launch((1, 1, 1), out)
-    assert launcher._fast is not None, "Triton's launcher is not laid out as expected"
-    ours = cost(lambda: bound.launch((1, 1, 1), jit.address(out)))
-    tritons = cost(lambda: launcher.kernel.fn[(1, 1, 1)](out, 16, 1, 5, *launcher._tail, **launcher._options))
-    assert ours < 0.5 * tritons
