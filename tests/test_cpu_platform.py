@@ -34,6 +34,10 @@ def test_descriptor():
     assert {backend.cache_dialect(role) for role in CacheRole} == {Dialect.OCP}
     assert backend.warmup(None) == ()
     assert backend.get_name() == "DEEPSEEK_SPARSE_SWA"
+    assert backend.get_supported_head_sizes() == [512]
+    assert backend.get_preferred_page_tokens() == 256
+    pages = range(-64, 300)
+    assert [page for page in pages if backend.supports_page_tokens(page)] == [32, 64, 96, 128, 160, 192, 224, 256, 288]
 
 
 def test_builder_class_is_bound_to_the_descriptor_and_stays_the_same():
