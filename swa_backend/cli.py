@@ -8,6 +8,7 @@ The commands themselves (`swa_backend.commands`) need typer and rich, which the 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ _EXTRA = ("typer", "click", "rich", "numpy")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status; ``argv`` defaults to the process's own arguments."""
+    if not _prepare_streams():
+        return _fail("standard output is closed. Give it a reader, or send it to /dev/null.")
     try:
         return _run(sys.argv[1:] if argv is None else list(argv))
     except SwaBackendError as error:
@@ -39,9 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"the command line needs {error.name}, which is not installed. Run: pip install 'swa-backend[cli]'"
         )
     except OSError as error:
-        if error.filename is None:
-            raise
-        return _fail(f"{error.filename}: {error.strerror}. Name a file that can be read.")
+        if error.filename is not None:
+            return _fail(f"{error.filename}: {error.strerror}. Name a file that can be used.")
+        silence(sys.stdout)  # what is left of the output cannot be written either
+        return _fail(f"cannot read or write: {error.strerror or error}. Check where the output goes.")
+
+
+def _prepare_streams() -> bool:
+    """Streams that can print anything: other encodings get escapes, a closed stderr nothing; False without stdout."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    return sys.stdout is not None
 
 
 def _run(argv: list[str]) -> int:
@@ -61,7 +75,7 @@ def complain(message: str) -> None:
     """Print an error the one way this program does."""
     try:
         print(f"{PROGRAM}: error: {message}", file=sys.stderr, flush=True)
-    except BrokenPipeError:
+    except OSError:  # nobody reads it, or its disk is full
         silence(sys.stderr)
 
 

@@ -108,6 +108,8 @@ def replay(
         write_json(report.to_dict())
     else:
         table = Table(show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
         for name, *values in report.rows():
             table.add_row(escape(name), *(escape(str(value)) for value in values))
         show(table)

@@ -32,18 +32,17 @@ PAST_SLOTS: tl.constexpr = tl.constexpr(2**31 - 1)
 UE8M0_NAN: tl.constexpr = tl.constexpr(255)
 
 # Tokens of a program, how many of them it holds in registers at once, and slots that it compares with at a time. A step
-# of decodes needs many small programs; for a large one what counts is how often all slots are read.
+# of decodes needs many small programs; for a large one what counts is how often all slots are read. Narrow accesses take
+# too many registers for large tiles.
 FEW = {"TOKENS": 4, "ROWS": 4, "SCAN": 128}
 MANY = {"TOKENS": 32, "ROWS": 16, "SCAN": 1024}
-MANY_UNALIGNED = {"TOKENS": 8, "ROWS": 8, "SCAN": 256}  # narrow accesses take more registers
 MOST_FEW = 1024
 
 
 def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Iterator[Mapping[str, object]]:
     for layout in cache_layouts(config, dialects, written=True):
-        for aligned, many in ((True, MANY), (False, MANY_UNALIGNED)):
-            for tile in (FEW, many):
-                yield {**layout_key(layout), "ALIGNED": aligned, **tile}
+        for aligned, tile in ((True, FEW), (True, MANY), (False, FEW)):
+            yield {**layout_key(layout), "ALIGNED": aligned, **tile}
 
 
 @device_function
@@ -190,7 +189,7 @@ def write_kv(k: torch.Tensor, pages: PageView, slot_mapping: torch.Tensor) -> No
     """
     tokens = slot_mapping.shape[0]
     aligned = is_aligned(pages, k)
-    tile = FEW if tokens <= MOST_FEW else MANY if aligned else MANY_UNALIGNED
+    tile = MANY if aligned and tokens > MOST_FEW else FEW
     kind = (write_pages, aligned, tile["TOKENS"])
     bound = pages.launches.get(kind)
     if bound is None:
