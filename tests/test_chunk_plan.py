@@ -119,6 +119,14 @@ def test_workspace_bytes_bounds_every_legal_batch(data: st.DataObject) -> None:
     assert covered == {r for r in range(metadata.num_decodes, len(queries)) if queries[r]}
 
 
+@pytest.mark.parametrize(("ratio", "longest", "rows"), [(4, 8, 2), (4, 9, 3), (128, 1, 1), (128, 8192, 64), (1, 9, 9)])
+def test_budget_by_hand(ratio: int, longest: int, rows: int) -> None:
+    """The last entry of a context counts although it is not complete."""
+    sizes = {"window": 16, "max_model_len": longest, "max_num_batched_tokens": 5}
+    assert workspace_rows(ratio, 3, has_compressed=True, **sizes) == 3 * (rows + 16 + 5)
+    assert workspace_rows(ratio, 3, has_compressed=False, **sizes) == 3 * (16 + 5)
+
+
 def test_workspace_bytes_is_reached() -> None:
     """A bound no larger than needed: as many requests of the longest context as the chunk size says, almost."""
     config = make_config(max_model_len=8192, max_num_batched_tokens=64, compress_ratios=(0, 4), prefill_chunk_size=1)
