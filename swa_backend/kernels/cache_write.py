@@ -31,9 +31,9 @@ NO_SLOT: tl.constexpr = tl.constexpr(-1)
 PAST_SLOTS: tl.constexpr = tl.constexpr(2**31 - 1)
 UE8M0_NAN: tl.constexpr = tl.constexpr(255)
 
-# Tokens of a program, how many of them it holds in registers at once, and slots that it compares with at a time. A step
-# of decodes needs many small programs; for a large one what counts is how often all slots are read. Narrow accesses take
-# too many registers for large tiles.
+# Tokens of a program, how many of them it holds in registers at once, and slots that it compares with at a time. A
+# step of decodes needs many small programs; for a large one what counts is how often all slots are read. Narrow
+# accesses take too many registers for large tiles.
 FEW = {"TOKENS": 4, "ROWS": 4, "SCAN": 128}
 MANY = {"TOKENS": 32, "ROWS": 16, "SCAN": 1024}
 MOST_FEW = 1024
