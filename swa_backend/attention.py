@@ -51,6 +51,7 @@ def attend(
     ``s_j = scale * q . k_j`` and values equal to keys, ``out = sum_j exp(s_j) k_j / (sum_j exp(s_j) + exp(sink))``. An
     entry that is negative or outside its cache is skipped, one that occurs twice counts twice. A token without entries
     gets 0 and an lse of -inf, whatever its sink: so do padded tokens, and rows of ``q`` past the metadata's T tokens.
+    Nothing is recorded for gradients.
 
     Args:
         q: [T', h, 512] bf16, T' >= T and h from 1 to 128, position encoding applied.
@@ -69,6 +70,9 @@ def attend(
         CacheError: a cache is not bound, not the kind or of the page size or layout that the metadata was built for.
         ValidationError: in validation mode, a value breaks a rule.
     """
+    if torch.is_grad_enabled():  # a model's sinks are parameters, and what is written in place has no gradient
+        with torch.no_grad():
+            return attend(q, metadata, cache, attn_sink, scale, compressed, out, return_lse)
     check_query(q, attn_sink)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swa_backend._checks import show
+from swa_backend._memory import memory_span
 from swa_backend.batch import check_tensor
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache
 from swa_backend.cache_layout import HEAD_DIM, check_same_layout
@@ -20,6 +21,9 @@ from swa_backend.provider import AttentionCall, AttentionShape, CompressedRows
 
 if TYPE_CHECKING:
     from swa_backend.pages import PageView
+
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def check_query(q: torch.Tensor, attn_sink: torch.Tensor) -> None:
@@ -61,7 +65,7 @@ def check_output(out: torch.Tensor, q: torch.Tensor) -> None:
             legal="a tensor whose rows lie apart",
             fix="Pass a buffer of its own, not an expanded one.",
         )
-    (out_first, out_last), (q_first, q_last) = _memory(out), _memory(q)
+    (out_first, out_last), (q_first, q_last) = memory_span(out), memory_span(q)
     if out_first < q_last and q_first < out_last:
         raise BatchError(
             "out", found="memory that q spans", legal="memory apart from q", fix="Pass another buffer, or None."
@@ -72,17 +76,17 @@ def check_scale(scale: float) -> float:
     """``scale`` as a float.
 
     Raises:
-        BatchError: it is not a finite Python number.
+        BatchError: it is not a Python number that is finite in float32.
     """
     factor = math.nan
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
         with suppress(OverflowError):  # an integer beyond every float
             factor = float(scale)
-    if not math.isfinite(factor):
+    if not abs(factor) <= _FLOAT32_MAX:
         raise BatchError(
             "scale",
             found=show(scale) if isinstance(scale, (int, float)) else type(scale).__name__,
-            legal="a finite Python number, or None for 512 ** -0.5",
+            legal="a Python number that is finite in float32, or None for 512 ** -0.5",
             fix="Pass the host value: the device is never read.",
         )
     return factor
@@ -228,15 +232,6 @@ def _check_device(field: str, pages: PageView, q: torch.Tensor) -> None:
         raise CacheError(
             field, found=f"pages on {pages.device}", legal=f"{q.device}, where q lives", fix="Keep them on one device."
         )
-
-
-def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of a tensor and one past its last."""
-    if not tensor.numel():
-        return 0, 0
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.data_ptr()
-    return first, first + (reach + 1) * tensor.element_size()
 
 
 def validate_call(call: AttentionCall) -> None:

@@ -168,7 +168,7 @@ def _page_limit(group: str, num_pages: int | None, page_entries: int) -> int:
     if not isinstance(num_pages, int) or num_pages < 0 or num_pages * page_entries >= SLOT_LIMIT:
         raise BatchError(
             f"num_pages of group {group!r}",
-            found=f"{num_pages} pages of {page_entries} entries",
+            found=f"{num_pages!r} pages of {page_entries} entries",
             legal=f"an int >= 0, fewer than {SLOT_LIMIT} slots in all",
             fix="Split the cache: slots are int32 indices on the device.",
         )

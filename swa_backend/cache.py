@@ -185,7 +185,7 @@ class DeepseekV4SWACache(PagedCache):
             raise CacheError("head_dim", found=head_dim, legal=HEAD_DIM, fix="Only heads of 512 values are supported.")
         self.window_size = _require_int("window_size", window_size)
         self.block_size = _require_page_tokens(block_size)
-        if dtype not in _DEFAULT_LAYOUT:
+        if not isinstance(dtype, torch.dtype) or dtype not in _DEFAULT_LAYOUT:
             raise CacheError(
                 "dtype",
                 found=dtype,
@@ -282,6 +282,13 @@ def _require_page_tokens(block_size: object) -> int:
 
 def _backend(given: Backend | None) -> Backend:
     if given is not None:
+        if not hasattr(given, "cache_dialect"):
+            raise CacheError(
+                "backend_cls",
+                found=repr(given),
+                legal="what get_backend(name) returned, or None",
+                fix="Pass the descriptor, not its name.",
+            )
         return given
     from swa_backend.registry import get_backend
 

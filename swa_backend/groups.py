@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swa_backend._checks import require_int, require_type
+from swa_backend.config import PAGE_TOKENS_MULTIPLE
 from swa_backend.errors import ConfigError
 
 
@@ -13,13 +15,27 @@ class SwaGroup:
 
     Attributes:
         name: key in ``build(groups=...)`` and in ``metadata.groups``.
-        page_tokens: tokens per page; None = as the main group.
+        page_tokens: tokens per page, a multiple of 32; None = as the main group.
         num_pages: pages of the cache, None until it is known.
+
+    Raises:
+        ConfigError: the name is no string, or the page size not a multiple of 32.
     """
 
     name: str
     page_tokens: int | None = None
     num_pages: int | None = None
+
+    def __post_init__(self) -> None:
+        require_type("swa_groups name", self.name, str)
+        field = f"swa_groups[{self.name!r}].page_tokens"
+        if self.page_tokens is not None and require_int(field, self.page_tokens) % PAGE_TOKENS_MULTIPLE:
+            raise ConfigError(
+                field,
+                found=self.page_tokens,
+                legal=f"a multiple of {PAGE_TOKENS_MULTIPLE}",
+                fix="Pass the page size of the group's caches.",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +49,7 @@ class CompressedGroup:
         num_pages: pages of the cache, None until it is known.
 
     Raises:
-        ConfigError: the ratio is not positive, or a page does not hold whole entries.
+        ConfigError: the name is no string, the ratio not positive, or a page does not hold whole entries.
     """
 
     name: str
@@ -42,13 +58,12 @@ class CompressedGroup:
     num_pages: int | None = None
 
     def __post_init__(self) -> None:
-        if self.ratio < 1:
+        require_type("compressed_groups name", self.name, str)
+        require_int(f"compressed_groups[{self.name!r}].ratio", self.ratio, fix="Pass tokens per entry.")
+        field = f"compressed_groups[{self.name!r}].page_tokens"
+        if require_int(field, self.page_tokens) % self.ratio:
             raise ConfigError(
-                f"compressed_groups[{self.name!r}].ratio", found=self.ratio, legal=">= 1", fix="Pass tokens per entry."
-            )
-        if self.page_tokens < self.ratio or self.page_tokens % self.ratio:
-            raise ConfigError(
-                f"compressed_groups[{self.name!r}].page_tokens",
+                field,
                 found=self.page_tokens,
                 legal=f"a positive multiple of the ratio {self.ratio}",
                 fix="Choose a page size that holds whole compressed entries.",

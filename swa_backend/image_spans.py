@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from swa_backend._checks import show
 from swa_backend.batch import ImageSpans
 from swa_backend.errors import BatchError
 
@@ -20,12 +23,19 @@ def check_spans(spans: ImageSpans, num_reqs: int, max_image_tokens: int) -> None
         BatchError: naming request and span.
     """
     for request, own in spans.items():
-        if not 0 <= request < num_reqs:
+        if type(request) is not int or not 0 <= request < num_reqs:
             raise BatchError(
                 f"mm_req_doc_ranges[{request}]",
-                found=f"request {request}",
+                found=f"request {request!r}",
                 legal=f"0 to {num_reqs - 1}",
                 fix="Key the spans by the request's number in this batch.",
+            )
+        if not isinstance(own, Sequence) or not all(map(_is_span, own)):
+            raise BatchError(
+                f"mm_req_doc_ranges[{request}]",
+                found=show(own),
+                legal="pairs of Python ints (first, last)",
+                fix="Give each image its own inclusive span of absolute positions.",
             )
         previous = -1
         for first, last in sorted(own):
@@ -45,6 +55,10 @@ def check_spans(spans: ImageSpans, num_reqs: int, max_image_tokens: int) -> None
                     fix="Give each image its own inclusive span of absolute positions.",
                 )
             previous = last
+
+
+def _is_span(span: object) -> bool:
+    return isinstance(span, Sequence) and len(span) == 2 and type(span[0]) is type(span[1]) is int
 
 
 def spans_in_step(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from swa_backend._memory import memory_span
 from swa_backend.batch import check_tensor
 from swa_backend.errors import BatchError
 
@@ -52,7 +53,7 @@ def map_topk(
         is_valid: [T] bool (``metadata.is_valid_token``).
         ratio: tokens per entry.
         num_pages: pages of that cache; None if unknown.
-        out: (slots [T, K] int32, lens [T] int32) to write, neither of them ``topk`` itself; None allocates them.
+        out: (slots [T, K] int32, lens [T] int32) to write, apart from ``topk``; None allocates them.
         backend: whose operations run; None takes the chosen platform's.
 
     Returns:
@@ -83,19 +84,43 @@ def map_topk(
         slots, lens = out
         check_tensor("out[0]", slots, torch.int32, (tokens, width), device)
         check_tensor("out[1]", lens, torch.int32, (tokens,), device)
-        if slots.numel() and slots.data_ptr() == topk.data_ptr():
-            raise BatchError(
-                "out[0]", found="topk itself", legal="another buffer", fix="Keep the slots apart from the positions."
-            )
+        _check_apart(slots, lens, topk)
     if backend is None:
         from swa_backend.registry import get_backend
 
         backend = get_backend()
+    elif not hasattr(backend, "operations"):
+        raise BatchError(
+            "backend",
+            found=type(backend).__name__,
+            legal="what get_backend(name) returned, or None",
+            fix="Pass the descriptor, not its name.",
+        )
     if tokens:
         backend.operations.map_topk(
             topk, token_to_req, positions, block_table, entries_per_page, is_valid, ratio, num_pages, slots, lens
         )
     return TopkSlots(slots, lens)
+
+
+def _check_apart(slots: torch.Tensor, lens: torch.Tensor, topk: torch.Tensor) -> None:
+    if slots.shape[0] > 1 and slots.stride(0) < slots.shape[1]:
+        raise BatchError(
+            "out[0]",
+            found=f"strides {slots.stride()}, with rows that share memory",
+            legal=f"rows at least {slots.shape[1]} apart",
+            fix="Pass a buffer of its own, not an expanded one.",
+        )
+    first, last = memory_span(topk)
+    for field, written in (("out[0]", slots), ("out[1]", lens)):
+        begin, end = memory_span(written)
+        if begin < last and first < end:
+            raise BatchError(
+                field,
+                found="memory that topk spans",
+                legal="memory apart from topk",
+                fix="Keep the slots and lengths apart from the positions.",
+            )
 
 
 def _device_of(tensor: object) -> torch.device:

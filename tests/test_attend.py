@@ -87,7 +87,7 @@ class TestQueryChecks:
         error = refusal(Scene(provider, [1], [20]), attn_sink=bad)
         assert (type(error), error.field) == (BatchError, "attn_sink")
 
-    @pytest.mark.parametrize("bad", [math.nan, math.inf, 10**400, True, "1", torch.tensor(1.0)])
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e39, 10**400, True, "1", torch.tensor(1.0)])
     def test_scale(self, provider: ProviderUnderTest, bad: Any) -> None:
         error = refusal(Scene(provider, [1], [20]), scale=bad)
         assert (type(error), error.field) == (BatchError, "scale")
@@ -109,6 +109,19 @@ class TestQueryChecks:
         with pytest.raises(BatchError) as error:
             scene.run(out=bad(scene.q))
         assert error.value.field == "out"
+
+    def test_gradients_are_not_recorded(self, provider: ProviderUnderTest) -> None:
+        scene = Scene(provider, [1, 3], [20, 3])
+        expected = scene.run().out
+        result = scene.run(
+            q=scene.q.clone().requires_grad_(),
+            attn_sink=torch.nn.Parameter(scene.sink.clone()),
+            out=torch.empty_like(scene.q).requires_grad_(),
+            return_lse=True,
+        )
+        assert torch.equal(result.out.detach(), expected)
+        assert result.lse is not None
+        assert not result.lse.requires_grad
 
     def test_out_beside_q_in_one_buffer(self, provider: ProviderUnderTest) -> None:
         scene = Scene(provider, [1, 3], [20, 3])

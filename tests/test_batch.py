@@ -253,8 +253,29 @@ class TestGroups:
 
     @pytest.mark.parametrize(
         ("ratio", "page_tokens", "field"),
-        [(0, 256, "ratio"), (-4, 256, "ratio"), (4, 0, "page"), (4, 2, "page"), (128, 192, "page")],
+        [
+            (0, 256, "ratio"),
+            (-4, 256, "ratio"),
+            ("4", 256, "ratio"),
+            (None, 256, "ratio"),
+            (4.0, 256, "ratio"),
+            (4, 0, "page"),
+            (4, 2, "page"),
+            (128, 192, "page"),
+            (4, 256.0, "page"),
+        ],
     )
-    def test_a_page_holds_whole_entries(self, ratio: int, page_tokens: int, field: str) -> None:
+    def test_a_page_holds_whole_entries(self, ratio: Any, page_tokens: Any, field: str) -> None:
         with pytest.raises(ConfigError, match=rf"compressed_groups\['a'\]\.{field}"):
             CompressedGroup("a", ratio, page_tokens)
+
+    @pytest.mark.parametrize("size", [0, 33, -32, "64", 64.0, True])
+    def test_c6_page_sizes_of_window_groups(self, size: Any) -> None:
+        with pytest.raises(ConfigError, match=r"swa_groups\['a'\]\.page_tokens"):
+            SwaGroup("a", size)
+        assert SwaGroup("a", 96).page_tokens == 96
+
+    def test_a_group_has_a_name(self) -> None:
+        for make in (lambda: SwaGroup(None), lambda: CompressedGroup(4, 4, 256)):  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="groups name"):
+                make()

@@ -58,6 +58,12 @@ def test_the_backend_defaults_to_the_chosen_one() -> None:
     assert DeepseekV4SWACache(512, 128, U8, "p", None).backend == get_backend()
 
 
+def test_a_backend_is_a_descriptor() -> None:
+    error = refused(DeepseekV4SWACache, 512, 128, U8, "p", None, "cpu")
+    assert (error.field, error.found) == ("backend_cls", "'cpu'")
+    assert refused(CompressedCache, 4, "bf16", 256, "p", None, "cpu").field == "backend_cls"
+
+
 def test_the_platform_decides_the_dialect_of_each_role() -> None:
     roles: list[CacheRole] = []
 
@@ -89,7 +95,7 @@ def test_a_window_is_a_positive_int(window: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.float32, torch.int8, torch.float8_e4m3fnuz, torch.float8_e5m2, "uint8", None]
+    "dtype", [torch.float16, torch.float32, torch.int8, torch.float8_e4m3fnuz, torch.float8_e5m2, "uint8", None, []]
 )
 def test_other_dtypes_are_refused(dtype: Any) -> None:
     error = refused(swa, dtype)

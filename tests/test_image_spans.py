@@ -108,6 +108,11 @@ def test_spans_may_come_in_any_order() -> None:
         ({1: [(4, 6), (4, 6)]}, r"\[1\].*\[4, 6\]"),
         ({2: [(0, 1)]}, r"\[2\].*request 2"),
         ({-1: [(0, 1)]}, r"\[-1\].*request -1"),
+        ({"0": [(0, 1)]}, r"\[0\].*request '0'"),
+        ({0: 3}, r"\[0\].*pairs of Python ints"),
+        ({0: [3]}, r"\[0\].*pairs of Python ints"),
+        ({0: [(3,)]}, r"\[0\].*pairs of Python ints"),
+        ({0: [(0, 3), (4, 5.0)]}, r"\[0\].*pairs of Python ints"),
     ],
 )
 def test_a_wrong_span_is_named_with_its_request(spans: Any, named: str) -> None:

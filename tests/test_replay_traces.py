@@ -106,6 +106,10 @@ BAD_MOONCAKE = {
     "too many ids": (mooncake_row(hash_ids=[1, 2, 3]), "3 ids"),
     "negative id": (mooncake_row(hash_ids=[1, -2]), "hash_ids: found [1, -2]"),
     "ids no list": (mooncake_row(hash_ids=7), "hash_ids: found 7"),
+    "huge id": (mooncake_row(hash_ids=[1, 2**62]), "from 0 to 2^62 - 1"),
+    "huge length": (mooncake_row(input_length=2**62), "from 1 to 2^62 - 1"),
+    "late": (mooncake_row(timestamp=1e18), "below 1e18"),
+    "escape in a key": ('{"\\u001b[31m": 1}', r"among '\x1b[31m'"),
     "deep": ("[" * 100000, "unreadable JSON"),
 }
 
@@ -149,8 +153,9 @@ class TestUnusableFiles:
         [
             (b"", "an empty file"),
             (b" \n\n", "an empty file"),
-            (b"\x1f\x8b\x08\x00\x00", "binary data"),
-            (b"\xff\xfe\xff", "binary data"),
+            (b"\x1f\x8b\x08\x00\x00", "binary data, or text that is not UTF-8"),
+            (b"\xff\xfe\xff", "binary data, or text that is not UTF-8"),
+            ((HEADER + "\nn\xe9e,1,2\n").encode("latin-1"), "binary data, or text that is not UTF-8"),
             (b"a,b,c\n1,2,3\n", "a first line 'a,b,c'"),
             (HEADER.encode(), "no usable request (0 bad rows)"),
         ],

@@ -237,7 +237,25 @@ class TestChecks:
             ((torch.empty(1, 2, dtype=torch.int64), ints([0])), "out[0]"),
             ((torch.empty(1, 2, dtype=torch.int32), torch.tensor([0])), "out[1]"),
             ((self.ARGUMENTS["topk"], ints([0])), "out[0]"),
+            ((torch.empty(1, 2, dtype=torch.int32), self.ARGUMENTS["topk"][0, :1]), "out[1]"),
         ):
             with pytest.raises(BatchError) as error:
                 map_topk(**self.ARGUMENTS, out=out, backend=get_backend("cpu"))
             assert error.value.field == field
+
+    def test_out_rows_that_share_memory(self) -> None:
+        wide, lens = ints([[0]] * 6), ints([0] * 4)
+        for topk, slots in (
+            (wide[:4], wide[2:]),  # overlaps topk
+            (wide[:4], ints([[0]]).expand(4, 1)),
+            (ints([[0, 1]] * 4), torch.zeros(5, dtype=torch.int32).as_strided((4, 2), (1, 1))),
+        ):
+            with pytest.raises(BatchError) as error:
+                run(topk, [0] * 4, ints([[1]]), out=(slots, lens))
+            assert error.value.field == "out[0]"
+        assert run(wide[:2], [0] * 2, ints([[1]]), out=(wide[2:4], wide[4:, 0])).lens.tolist() == [1, 1]
+
+    def test_backend_is_a_descriptor(self) -> None:
+        with pytest.raises(BatchError) as error:
+            map_topk(**self.ARGUMENTS, backend="cpu")  # type: ignore[arg-type]
+        assert error.value.field == "backend"

@@ -180,7 +180,10 @@ def _read_text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except ValueError:
         raise TraceError(
-            str(path), found="binary data", legal=_FORMATS, fix="Unpack the file if it is compressed."
+            str(path),
+            found="binary data, or text that is not UTF-8",
+            legal=_FORMATS,
+            fix="Unpack the file if it is compressed, or save it as UTF-8.",
         ) from None
 
 
@@ -203,15 +206,16 @@ def _mooncake_row(line: str) -> _Row:
         raise _BadRowError("", f"a JSON {type(row).__name__}", "one JSON object a line")
     for key in MOONCAKE_KEYS:
         if key not in row:
-            raise _BadRowError(key, f"no such key among {_shorten(', '.join(map(str, row)))}", ", ".join(MOONCAKE_KEYS))
+            found = _shorten(", ".join(map(repr, row)))
+            raise _BadRowError(key, f"no such key among {found}", ", ".join(MOONCAKE_KEYS))
     stamp = row["timestamp"]
     if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < 1e18:
-        raise _BadRowError("timestamp", _shorten(repr(stamp)), "milliseconds, a number >= 0")
+        raise _BadRowError("timestamp", _shorten(repr(stamp)), "milliseconds, a number from 0 to below 1e18")
     input_length = _positive("input_length", row["input_length"])
     output_length = _positive("output_length", row["output_length"])
     ids = row["hash_ids"]
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < _MAX_ID for i in ids):
-        raise _BadRowError("hash_ids", _shorten(repr(ids)), "a list of integers >= 0")
+        raise _BadRowError("hash_ids", _shorten(repr(ids)), "a list of integers from 0 to 2^62 - 1")
     blocks = cdiv(input_length, BLOCK_TOKENS)
     if len(ids) != blocks:
         raise _BadRowError(
@@ -262,7 +266,7 @@ def _azure_row(line: str) -> _Row:
 
 def _positive(key: str, value: object) -> int:
     if type(value) is not int or not 0 < value < _MAX_ID:
-        raise _BadRowError(key, _shorten(repr(value)), "a whole number of tokens, at least 1")
+        raise _BadRowError(key, _shorten(repr(value)), "a whole number of tokens, from 1 to 2^62 - 1")
     return value
 
 
