@@ -8,6 +8,7 @@ from swa_backend import AttentionShape, DeepseekSparseSWAMetadataBuilder, Dialec
 from swa_backend.platform import CacheRole
 from swa_backend.reference.operations import ReferenceOperations
 from swa_backend.reference.provider import ReferenceAttention
+from tests.attention_scene import ProviderUnderTest, Scene
 
 
 def shape(num_heads: int = 64, head_dim: int = 512, device: str | None = "cpu", layout: str = "fp8_ds_mla"):
@@ -60,3 +61,17 @@ def test_reference_serves_every_head_count_and_layout():
 def test_reference_gives_every_reason_against_a_shape():
     reasons = ReferenceAttention().supports(shape(129, 256, "meta"))
     assert [reason.split()[0] for reason in reasons] == ["num_heads", "head_dim"]
+
+
+def test_reference_gives_padded_tokens_zero_whatever_their_compressed_row_holds(monkeypatch):
+    monkeypatch.setenv("SWA_BACKEND_ATTENTION", "reference")
+    provider = ProviderUnderTest("reference", get_backend("cpu"), "cpu")
+    scene = Scene(provider, [1, 3], [200, 90], second=(4, "fp8_ds_mla", 256), batch={"padding": 2})
+    cache, rows, lens = scene.topk(torch.arange(5).repeat(6, 1))
+    assert lens.tolist() == [5, 5, 5, 5, 0, 0]
+    right = scene.run(compressed=(cache, rows, lens)).out
+    rows[4:], lens[4:] = rows[0], 5
+    result = scene.run(compressed=(cache, rows, lens))
+    assert torch.equal(result.out, right)
+    assert not result.out[4:].any()
+    assert torch.all(result.lse[4:] == -torch.inf)
