@@ -17,7 +17,8 @@ from swa_backend.discovery import Registration, run_probe
 from swa_backend.errors import PlatformError
 from swa_backend.machine import Machine
 from swa_backend.platform import CacheRole
-from swa_backend.provider import AttentionShape
+from swa_backend.provider import AttentionProvider, AttentionShape
+from swa_backend.provider_choice import ATTENTION_VARIABLE, forced_provider
 from swa_backend.registry import chosen, get_backend, registry
 
 
@@ -127,12 +128,18 @@ def _examine_backend(backend: Backend) -> BackendReport:
     try:
         shapes = _shapes(backend)
         providers = tuple(
-            ProviderReport(one.name, {model: tuple(one.supports(shape)) for model, shape in shapes.items()})
+            ProviderReport(one.name, {model: _reasons_against(one, shape) for model, shape in shapes.items()})
             for one in backend.providers
         )
     except Exception as error:  # a report is most wanted where something is broken
         return BackendReport(backend.name, target, (), f"{type(error).__name__}: {error}")
     return BackendReport(backend.name, target, providers, None)
+
+
+def _reasons_against(provider: AttentionProvider, shape: AttentionShape) -> tuple[str, ...]:
+    forced = forced_provider()
+    reasons = tuple(provider.supports(shape))
+    return reasons if forced in ("", provider.name) else (f"{ATTENTION_VARIABLE} names {forced!r}", *reasons)
 
 
 def _shapes(backend: Backend) -> dict[str, AttentionShape]:

@@ -39,6 +39,11 @@ def attention_shape(
     )
 
 
+def forced_provider() -> str:
+    """Name of the one provider that the environment allows, empty without."""
+    return os.environ.get(ATTENTION_VARIABLE, "").strip().lower()
+
+
 def choose_provider(backend: Backend, shape: AttentionShape) -> AttentionProvider:
     """The provider named by ``SWA_BACKEND_ATTENTION``, or the first of the platform that serves the shape.
 
@@ -46,7 +51,7 @@ def choose_provider(backend: Backend, shape: AttentionShape) -> AttentionProvide
         ProviderError: none does, or the one named does not; with every candidate's reasons.
     """
     candidates = backend.providers
-    forced = os.environ.get(ATTENTION_VARIABLE, "").strip().lower()
+    forced = forced_provider()
     if forced:
         candidates = tuple(one for one in candidates if one.name == forced)
         if not candidates:

@@ -83,10 +83,36 @@ def test_reader_of_the_output_goes_away():
     assert running.wait() == 141
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["doctor", "--json"], ["doctor"]])
+def test_output_that_cannot_be_written(arguments):
+    for target, said in ((">&-", "standard output is closed"), (">/dev/full", "No space left on device")):
+        done = command(["sh", "-c", f'"$0" "$@" {target}', *SCRIPT], *arguments)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("swa-backend: error: ")
+        assert said in line
+
+
+def test_errors_that_cannot_be_written():
+    for target in ("2>&-", "2>/dev/full"):
+        done = command(["sh", "-c", f'"$0" "$@" {target}', *SCRIPT], "doctor", "--platform", "nope")
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_a_terminal_of_another_encoding_gets_escapes(tmp_path):
+    trace = tmp_path / "trac\xe9"
+    done = command(SCRIPT, "replay", "--trace", str(trace), PYTHONIOENCODING="ascii")
+    assert done.returncode == 2
+    assert r"trac\xe9: found No such file" in done.stderr
+    done = command(SCRIPT, "replay", "--help", PYTHONIOENCODING="ascii", COLUMNS="40")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_interrupt_ends_a_running_command(tmp_path):
     """A real Ctrl-C, while the command is at work."""
     code = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell started in the background
 from swa_backend import cli
 from swa_backend.commands import doctor_command
 def examine(platform, target):
@@ -159,6 +185,30 @@ class TestMain:
         assert err == ""
         for word in ("cpu", "cuda", "rocm", "reference", "V4-Flash", "triton", "not usable"):
             assert word in out
+
+    def test_doctor_tells_of_a_forced_provider(self, monkeypatch, capsys):
+        monkeypatch.setenv("SWA_BACKEND_ATTENTION", "nope")
+        assert cli.main(["doctor", "--platform", "cpu", "--json"]) == 0
+        (backend,) = json.loads(capsys.readouterr().out)["backends"]
+        (provider,) = backend["providers"]
+        assert provider["models"]["V4-Flash"] == ["SWA_BACKEND_ATTENTION names 'nope'"]
+        monkeypatch.setenv("SWA_BACKEND_ATTENTION", "Reference")
+        assert cli.main(["doctor", "--platform", "cpu", "--json"]) == 0
+        (backend,) = json.loads(capsys.readouterr().out)["backends"]
+        assert backend["providers"][0]["models"]["V4-Flash"] == []
+
+    def test_warm_up_without_kernels_shows_no_progress(self, capsys):
+        assert cli.main(["warmup", "--platform", "cpu", "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        assert json.loads(out)["targets"][0]["kernels"] == []
+
+    def test_option_names_fit_80_columns(self, monkeypatch, capsys):
+        monkeypatch.setenv("COLUMNS", "80")
+        assert cli.main(["replay", "--help"]) == 0
+        text = capsys.readouterr().out
+        assert "\u2026" not in text
+        assert all(name in text for name in ("--max-batched-tokens", "--compressed-layout", "--skip-bad-rows"))
 
     def test_doctor_for_a_target(self, capsys):
         assert cli.main(["doctor", "--platform", "cuda", "--target", "cuda:90", "--json"]) == 0
@@ -243,3 +293,14 @@ class TestReplayRefusals:
         assert out == ""
         assert f"error: {option.lstrip('-')}: found" in err
         assert legal in err
+
+
+def test_replay_shows_the_whole_path_in_a_narrow_terminal(tmp_path, monkeypatch, capsys):
+    path = tmp_path / ("long" * 20)
+    path.write_text(AZURE)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert cli.main(["replay", "--platform", "cpu", "--trace", str(path), "--attention", "none", "--pages", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "\u2026" not in out
+    rows = [line.split("\u2502") for line in out.splitlines() if "\u2502" in line]
+    assert str(path) in "".join(row[2].strip() for row in rows)

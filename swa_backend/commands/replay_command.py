@@ -47,34 +47,45 @@ def replay(
     platform: PlatformOption = None,
     max_requests: Annotated[
         int | None,
-        typer.Option(min=1, help="Stop reading after this many requests. Default: 12 without --trace, else all."),
+        typer.Option(
+            metavar="N", min=1, help="Stop reading after this many requests. Default: 12 without --trace, else all."
+        ),
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(metavar="TYPES", help="Layer types to run, separated by commas. Default: one of each type."),
+        typer.Option(metavar="TYPES", help="Layer types to run, such as swaonly,c4a. Default: one of each type."),
     ] = None,
     attention: Annotated[_Attention, typer.Option(help="none: schedule, write and build only.")] = _Attention.ALL,
     verify: Annotated[_Verify, typer.Option(help="Which tokens to compare with the oracle.")] = _Verify.SAMPLED,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of contents, top-k choices and draft acceptance.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Seed of contents, top-k choices and draft acceptance.")
+    ] = 0,
     data: Annotated[
         _Data, typer.Option(help="exact: values that the cache layout holds exactly; arbitrary: any values.")
     ] = _Data.EXACT,
-    drafts: Annotated[int, typer.Option(min=0, help="Draft tokens of a decoding request and step.")] = 0,
-    acceptance: Annotated[float, typer.Option(help="Probability that a draft is right if all before it were.")] = 0.7,
-    max_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 2048,
-    max_seqs: Annotated[int, typer.Option(min=1, help="Requests of a step.")] = 64,
+    drafts: Annotated[int, typer.Option(metavar="N", min=0, help="Draft tokens of a decoding request and step.")] = 0,
+    acceptance: Annotated[
+        float, typer.Option(metavar="P", help="Probability that a draft is right if all before it were.")
+    ] = 0.7,
+    max_batched_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a step.")] = 2048,
+    max_seqs: Annotated[int, typer.Option(metavar="N", min=1, help="Requests of a step.")] = 64,
     max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the longest request. Default: as the trace needs.")
+        int | None, typer.Option(metavar="N", min=1, help="Tokens of the longest request. Default: as the trace needs.")
     ] = None,
-    page_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a window page, a multiple of 32.")] = 64,
+    page_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tokens of a window page, a multiple of 32.")
+    ] = 64,
     pages: Annotated[
-        int | None, typer.Option(min=1, help="Pages of each cache. Default: 2048, more if a request needs them.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Pages of each cache. Default: 2048, more if a request needs them."),
     ] = None,
     cache_layout: Annotated[str, typer.Option(metavar="NAME", help="Page layout of the window caches.")] = "fp8_ds_mla",
     compressed_layout: Annotated[
         str | None, typer.Option(metavar="NAME", help="Page layout of the compressed caches. Default: the model's.")
     ] = None,
-    skip_bad_rows: Annotated[bool, typer.Option(help="Leave malformed trace rows out and count them.")] = False,
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="Leave malformed trace rows out and count them.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Replay a request trace and check what attention gives. Exit status 1 if anything is wrong."""

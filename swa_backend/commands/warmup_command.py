@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,8 +47,8 @@ def warmup(
         Path | None, typer.Option(metavar="DIR", help="Where the cache will be on the machines that use it.")
     ] = None,
     platform: PlatformOption = None,
-    drafts: Annotated[int, typer.Option(min=0, help="Draft tokens of a decoding request and step.")] = 0,
-    dspark: Annotated[bool, typer.Option(help="Draft blocks are non-causal.")] = False,
+    drafts: Annotated[int, typer.Option(metavar="N", min=0, help="Draft tokens of a decoding request and step.")] = 0,
+    dspark: Annotated[bool, typer.Option("--dspark", help="Draft blocks are non-causal.")] = False,
     cache_layout: Annotated[str, typer.Option(metavar="NAME", help="Page layout of the window caches.")] = "fp8_ds_mla",
     compressed_layout: Annotated[
         str | None, typer.Option(metavar="NAME", help="Page layout of the compressed caches. Default: the model's.")
@@ -69,8 +70,10 @@ def warmup(
     reports = []
     for backend in backends:
         begin = time.perf_counter()
-        with progress_bar(f"warm-up {backend.target or backend.name}") as progress:
-            names = backend.warmup(config, progress=progress, **options) if backend.platform.load_warmup else ()
+        names: Sequence[str] = ()
+        if backend.platform.load_warmup:
+            with progress_bar(f"warm-up {backend.target or backend.name}") as progress:
+                names = backend.warmup(config, progress=progress, **options)
         target_name = None if backend.target is None else str(backend.target)
         reports.append(_Report(backend.name, target_name, round(time.perf_counter() - begin, 3), tuple(names)))
     if json:
