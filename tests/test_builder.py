@@ -204,6 +204,17 @@ class TestMetadata:
         builder.set_num_pages(9)
         assert addresses(MIXED) == before[id(MIXED)]
 
+    def test_on_a_cpu_host_copies_may_be_left_out(self) -> None:
+        """There the device tensors are host tensors; elsewhere prefills need the host copy."""
+        batch = Batch([1, 50, 60], [9, 500, 300], replay=[0, 440, 0], spans={1: [(470, 479)]}).metadata()
+        expected = make_builder(make_config(max_image_tokens=16)).build(0, batch)
+        without = dataclasses.replace(batch, seq_lens_cpu_upper_bound=None)
+        found = make_builder(make_config(max_image_tokens=16)).build(0, without)
+        compare(found, expected)
+        assert found.prefill_seq_lens_cpu.tolist() == [500, 300]
+        assert found.get_prefill_chunk_plan(4, 4) == [(0, 2, 125, 125 + 187)]
+        assert found.get_prefill_chunk_plan(0, 1) == [(0, 2, 0, 187)]
+
     def test_steps_do_not_share_what_a_batch_brings(self) -> None:
         """Two objects of the same split: the later one changes buffers, never the earlier one's own fields."""
         builder = make_builder(make_config(), compressed_groups=GROUPS, swa_groups=(OTHER,))
