@@ -173,6 +173,8 @@ class TestMain:
             (["replay", "--platform", "nope"], "platform: found 'nope', which no installed package registers"),
             (["doctor", "--platform", "cuda", "--target", "sm90"], "target: found 'sm90'; legal: 'vendor:arch'"),
             (["doctor", "--platform", "cuda", "--target", "hip:gfx942"], "which the platform 'cuda' cannot serve"),
+            (["doctor", "--target", "tpu:5"], "target: found 'tpu:5', which no platform serves"),
+            (["doctor", "--target", "sm90"], "target: found 'sm90'; legal: 'vendor:arch'"),
         ],
     )
     def test_wrong_platform_or_target(self, arguments, said, capsys):
@@ -210,8 +212,9 @@ class TestMain:
         assert "\u2026" not in text
         assert all(name in text for name in ("--max-batched-tokens", "--compressed-layout", "--skip-bad-rows"))
 
-    def test_doctor_for_a_target(self, capsys):
-        assert cli.main(["doctor", "--platform", "cuda", "--target", "cuda:90", "--json"]) == 0
+    @pytest.mark.parametrize("platform", [[], ["--platform", "cuda"]])
+    def test_doctor_for_a_target(self, platform, capsys):
+        assert cli.main(["doctor", *platform, "--target", "cuda:90", "--json"]) == 0
         (backend,) = json.loads(capsys.readouterr().out)["backends"]
         assert (backend["platform"], backend["target"]) == ("cuda", "cuda:90")
 

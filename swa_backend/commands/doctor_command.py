@@ -11,6 +11,7 @@ from rich.table import Table
 from swa_backend.cli import EXIT_USAGE, complain
 from swa_backend.commands.options import JsonOption, PlatformOption, TargetOption
 from swa_backend.commands.output import show, write_json
+from swa_backend.commands.targets import backend_for
 from swa_backend.doctor import BackendReport, Report, examine
 
 
@@ -19,6 +20,8 @@ def doctor(platform: PlatformOption = None, target: TargetOption = None, json: J
 
     Exit status 2 if no platform could be chosen, because SWA_BACKEND_PLATFORM names one that cannot be used here.
     """
+    if target is not None and platform is None:
+        platform = backend_for(target, None).name
     report = examine(platform, target)
     if json:
         write_json(report.to_dict())

@@ -12,13 +12,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from swa_backend.backend import Backend
 from swa_backend.commands.options import JsonOption, PlatformOption
 from swa_backend.commands.output import progress_bar, show, write_json
+from swa_backend.commands.targets import backend_for
 from swa_backend.config import BackendConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, packaged_models
-from swa_backend.errors import ConfigError, PlatformError
-from swa_backend.platform import Target
-from swa_backend.registry import get_backend, registry
+from swa_backend.errors import ConfigError
+from swa_backend.registry import get_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def warmup(
         )
     options: dict[str, Any] = {"cache": cache, "mounted_at": mounted_at} if target else {}
     # All are chosen before the first is compiled: a mistyped target is no reason to wait.
-    backends = [_backend_for(one, platform) for one in target] if target else [get_backend(platform)]
+    backends = [backend_for(one, platform) for one in target] if target else [get_backend(platform)]
     reports = []
     for backend in backends:
         begin = time.perf_counter()
@@ -99,25 +98,4 @@ def _config(model: str, drafts: int, dspark: bool, cache_layout: str, compressed
         speculative=SpeculativeConfig(drafts, dspark=dspark) if drafts else None,
         cache_layout=cache_layout,
         compressed_layout=compressed_layout,  # type: ignore[arg-type]  # None takes the model's
-    )
-
-
-def _backend_for(text: str, platform: str | None) -> Backend:
-    """The named platform for a target, or the first registered one that serves it."""
-    target = Target.parse(text)
-    if platform is not None:
-        return get_backend(platform, target)
-    reasons = []
-    for found in registry().all():
-        if found.platform is None:
-            continue
-        against = tuple(found.platform.check_target(target))
-        if not against:
-            return get_backend(found.platform.name, target)
-        reasons.append(f"{found.platform.name}: {'; '.join(against)}")
-    raise PlatformError(
-        "target",
-        found=f"{text!r}, which no platform serves ({' | '.join(reasons)})",
-        legal="a chip that a registered platform can be built for",
-        fix="Name another target, such as 'cuda:90' or 'hip:gfx942'.",
     )
