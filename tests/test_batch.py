@@ -63,9 +63,15 @@ def spaced(tensor: torch.Tensor) -> torch.Tensor:
         pytest.param(lambda t: t.tolist(), id="list"),
     ],
 )
-def test_a_tensor_of_another_form_is_refused_by_name(field: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_tensor_of_another_form_is_refused_by_name(
+    field: str, wrong: Any, replay: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches without replay, nearly all there are, have checks of their own."""
     batch = MIXED.metadata()
     batch.replay_start_cpu = batch.replay_start.clone()
+    if not replay and not field.startswith("replay"):
+        batch.replay_start = batch.replay_start_cpu = None
     setattr(batch, field, wrong(getattr(batch, field)))
     error = refused(watched(monkeypatch), batch)
     assert error.field == field
@@ -74,7 +80,7 @@ def test_a_tensor_of_another_form_is_refused_by_name(field: str, wrong: Any, mon
 
 @pytest.mark.parametrize("field", [name for name in TENSORS if name in REQUIRED])
 def test_a_missing_tensor_is_refused_by_name(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = dataclasses.replace(MIXED.metadata(), **{field: None})
+    batch = dataclasses.replace(MIXED.metadata(), replay_start=None, **{field: None})
     assert refused(watched(monkeypatch), batch).field == field
 
 
@@ -108,6 +114,18 @@ def test_capacities(config: Any, field: str, limit: str, monkeypatch: pytest.Mon
 def test_full_capacities_are_allowed() -> None:
     config = make_config(k=2, max_num_seqs=3, max_num_batched_tokens=46, max_model_len=130)
     assert make_builder(config).build(0, MIXED.metadata()).num_tokens == 46
+
+
+@pytest.mark.parametrize("replay", [None, [0, 5, 10]])
+def test_rows_of_a_table_may_lie_apart_and_its_only_column_anyhow(replay: Any) -> None:
+    batch = dataclasses.replace(MIXED, replay=replay).metadata()
+    expected = make_builder(make_config(k=2)).build(0, batch).decode_swa_indices.clone()
+    wide = torch.full((3, 99), 77, dtype=torch.int32)
+    wide[:, : batch.block_table_tensor.shape[1]] = batch.block_table_tensor
+    batch.block_table_tensor = wide[:, : batch.block_table_tensor.shape[1]]
+    assert torch.equal(make_builder(make_config(k=2)).build(0, batch).decode_swa_indices, expected)
+    batch.block_table_tensor = wide[:, ::99]  # one column: the distance to the next says nothing
+    assert make_builder(make_config(k=2)).build(0, batch).num_tokens == 46
 
 
 @pytest.mark.parametrize("mapped", [-1, 47])

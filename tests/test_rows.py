@@ -183,6 +183,14 @@ def test_non_causal_step_with_a_longer_request_is_refused(queries: list[int]) ->
         build(Batch(queries, [q + 100 for q in queries], causal=False), k=5, dspark=True)
 
 
+def test_a_padded_maximum_does_not_make_a_draft_step_too_long() -> None:
+    """``max_query_len`` may be larger than any query; what counts is each request's own length."""
+    batch = Batch([5, 3], [205, 40], causal=False).metadata()
+    expected = make_builder(make_config(k=5, dspark=True)).build(0, batch).decode_swa_indices
+    batch.max_query_len = 64
+    assert torch.equal(make_builder(make_config(k=5, dspark=True)).build(0, batch).decode_swa_indices, expected)
+
+
 @pytest.mark.parametrize(("k", "width"), [(7, 192), (65, 256)])
 def test_s2_draft_width_travels_with_the_metadata(k: int, width: int) -> None:
     metadata = build(Batch([k] * 7, [300 + k] * 7, causal=False), k=k, dspark=True)
@@ -398,7 +406,8 @@ def test_capture_build_reads_query_lengths_on_the_device() -> None:
     batch = real.metadata()
     builder = make_builder(make_config(k=1, max_num_seqs=4))
     expected = make_builder(make_config(k=1, max_num_seqs=4)).build(0, batch)
-    batch.query_start_loc_cpu = torch.zeros(5, dtype=torch.int32)
+    batch.query_start_loc_cpu = torch.full((5,), 9999, dtype=torch.int32)
+    batch.max_query_len = 9999
     found = builder.capture_build(4, 8, batch)
     assert found.decode_swa_indices.shape == (8, 1, 128)
     assert torch.equal(found.decode_swa_indices, expected.decode_swa_indices)
