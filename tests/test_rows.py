@@ -108,6 +108,13 @@ def test_r8_replayed_prefix() -> None:
     assert metadata.prefill_gather_lens.tolist() == [138]
 
 
+def test_r8_a_decode_behind_a_replayed_prefix_stops_there_too() -> None:
+    metadata = build(Batch([1, 2], [522, 300], replay=[450, 0], table=[list(range(9)), list(range(9, 18))]), k=1)
+    assert metadata.decode_swa_lens.tolist() == [72, 128, 128]
+    assert decode_row(metadata, 0)[:72] == list(range(450, 522))
+    assert decode_row(metadata, 1)[0] == 9 * 64 + 171
+
+
 def test_r9_missing_page_leaves_holes_in_place() -> None:
     metadata = build(Batch([1], [130], table=[[7, -1, 9]], slots=[577]))
     row = decode_row(metadata, 0)
