@@ -105,6 +105,13 @@ def check_metadata(metadata: DeepseekSparseSWAMetadata, q: torch.Tensor) -> None
             legal="a DeepseekSparseSWAMetadata, or None in a profiling run",
             fix="Pass what builder.build() returned.",
         )
+    if metadata.is_overwritten:
+        raise BatchError(
+            "metadata",
+            found="a step whose index buffers a later build or update of its builder has filled",
+            legal="what the builder's latest build() or update returned",
+            fix="Attend before the next build(), or keep a builder for each step that is alive at a time.",
+        )
     device = metadata.is_valid_token.device
     if device != q.device:
         raise BatchError(

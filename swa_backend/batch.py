@@ -123,7 +123,7 @@ def check_tensor(field: str, tensor: object, dtype: torch.dtype, shape: tuple[in
         found = f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
     else:
         found = type(tensor).__name__
-    sizes = ", ".join("any" if size == -1 else str(size) for size in shape)
+    sizes = ", ".join("any" if size == -1 else str(size) for size in shape) + ("," if len(shape) == 1 else "")
     raise BatchError(
         field,
         found=found,
@@ -153,7 +153,7 @@ def check_batch(batch: CommonAttentionMetadata, *, device: torch.device, schedul
         and type(batch.causal) is bool
         and 0 <= num_reqs <= scheduler.max_num_seqs
         and 0 <= num_tokens <= scheduler.max_num_batched_tokens
-        and batch.max_query_len >= 0
+        and 0 <= batch.max_query_len <= scheduler.max_num_batched_tokens
         and 0 <= batch.max_seq_len <= scheduler.max_model_len
     ):
         _refuse_numbers(batch, scheduler)
@@ -227,6 +227,7 @@ def _refuse_numbers(batch: CommonAttentionMetadata, scheduler: SchedulerConfig) 
         raise BatchError("causal", found=repr(batch.causal), legal="True or False", fix="Pass a Python bool.")
     _capacity("num_reqs", batch.num_reqs, scheduler.max_num_seqs, "max_num_seqs")
     _capacity("num_actual_tokens", batch.num_actual_tokens, scheduler.max_num_batched_tokens, "max_num_batched_tokens")
+    _capacity("max_query_len", batch.max_query_len, scheduler.max_num_batched_tokens, "max_num_batched_tokens")
     _capacity("max_seq_len", batch.max_seq_len, scheduler.max_model_len, "max_model_len")
 
 

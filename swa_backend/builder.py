@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from swa_backend._checks import require_type
 from swa_backend._math import cdiv
 from swa_backend.backend import Backend
 from swa_backend.batch import CommonAttentionMetadata, check_batch, check_tensor
@@ -22,7 +23,7 @@ from swa_backend.errors import BatchError, ConfigError
 from swa_backend.groups import CompressedGroup, SwaGroup
 from swa_backend.image_spans import SpanUpload, check_spans, spans_in_step
 from swa_backend.layer_types import LayerType
-from swa_backend.metadata import NO_PLANS, DeepseekSparseSWAMetadata
+from swa_backend.metadata import NO_PLANS, BuildCount, DeepseekSparseSWAMetadata
 from swa_backend.metadata_assembly import MetadataAssembler, PrefillHostLens
 from swa_backend.platform import NoTileScheduler, require_device
 from swa_backend.provider_choice import attention_shape, choose_provider
@@ -71,12 +72,17 @@ class DeepseekSparseSWAMetadataBuilder:
         compressed_groups: Sequence[CompressedGroup] = (),
         swa_groups: Sequence[SwaGroup] = (),
     ) -> None:
+        require_type("kv_cache_spec", kv_cache_spec, KVCacheSpec)
+        require_type("config", config, BackendConfig)
+        for compressed_group in compressed_groups:
+            require_type("compressed_groups", compressed_group, CompressedGroup)
+        for swa_group in swa_groups:
+            require_type("swa_groups", swa_group, SwaGroup)
         self.kv_cache_spec = kv_cache_spec
         self.layer_names = tuple(layer_names)
         self.config = config
-        self.device = torch.device(device)
+        self.device = require_device(device, self.backend.platform)
         self.null_page = null_page
-        require_device(self.device, self.backend.platform)
         _check_spec(kv_cache_spec, config)
         self.block_size = kv_cache_spec.block_size
         self.decode_threshold = config.decode_threshold
@@ -90,13 +96,13 @@ class DeepseekSparseSWAMetadataBuilder:
             config, [main, *further], compressed_groups, self.device, ragged=self.wants_ragged_rows
         )
         self._build_indices = self.backend.operations.prepare_build(self._buffers)
-        self._assemble = MetadataAssembler(self._buffers, config, self.provider, self.shape)
+        self._builds = BuildCount()
+        self._assemble = MetadataAssembler(self._buffers, config, self.provider, self.shape, self._builds)
         self._upload_spans = (
             SpanUpload(config.scheduler.max_num_batched_tokens, self.device) if config.max_image_tokens else None
         )
         self._present_types: tuple[LayerType, ...] = config.model.present_layer_types
         self._takes_plans = not isinstance(self.backend.scheduler, NoTileScheduler)
-        self._generation = 0
 
     def set_num_pages(self, num_pages: int, group: str = MAIN_GROUP) -> None:
         """Tell how many pages a group's cache has, once it is bound.
@@ -159,8 +165,8 @@ class DeepseekSparseSWAMetadataBuilder:
             if getattr(batch, field) != value:
                 raise BatchError(
                     field,
-                    found=getattr(batch, field),
-                    legal=f"{value}, as the captured graph has",
+                    found=repr(getattr(batch, field)),
+                    legal=f"{value!r}, as the captured graph has, an int",
                     fix="Describe the padded batch of the graph, with slot -1 for tokens that are not real.",
                 )
         longest = max(1, cdiv(num_tokens, num_reqs)) if num_reqs else 0
@@ -185,19 +191,23 @@ class DeepseekSparseSWAMetadataBuilder:
         Raises:
             BatchError: the metadata has prefills, or was not made by a builder.
         """
-        step = metadata.step
-        if metadata.num_prefills or step is None:
+        step = metadata.step if isinstance(metadata, DeepseekSparseSWAMetadata) else None
+        if step is None or metadata.builds is not self._builds or metadata.num_prefills:
             raise BatchError(
                 "metadata",
-                found=f"{metadata.num_prefills} prefills" if step is not None else "an object without its build step",
-                legal="decode-only metadata that build() returned",
-                fix="Call build() for a step with prefills.",
+                found=(
+                    f"{metadata.num_prefills} prefills"
+                    if step is not None and metadata.builds is self._builds
+                    else f"a {type(metadata).__name__} that this builder did not make"
+                ),
+                legal="decode-only metadata that build() of this builder returned",
+                fix="Call build() for a step with prefills, and update a builder's metadata with that builder.",
             )
-        self._generation += 1
+        self._builds.value += 1
         if step.num_tokens:
             self._build_indices(step)
         for one in (metadata, *metadata.groups.values()):
-            one.generation = self._generation
+            one.generation = self._builds.value
         self._give_plans(metadata)
 
     def _split(self, batch: CommonAttentionMetadata) -> Split:
@@ -309,11 +319,11 @@ class DeepseekSparseSWAMetadataBuilder:
         )
         if step.num_tokens:
             self._build_indices(step)
-        self._generation += 1
+        self._builds.value += 1
         prefill = None
         if split.num_prefills:
             prefill = self._prefill_host_lens(batch, split)
-        metadata = self._assemble(batch, split, step, prefill, self._generation)
+        metadata = self._assemble(batch, split, step, prefill)
         self._give_plans(metadata)
         return metadata
 

@@ -17,6 +17,13 @@ from swa_backend.step import BuildStep
 NO_PLANS: Mapping[LayerType, Any] = dict.fromkeys(LayerType)
 
 
+@dataclass(slots=True)
+class BuildCount:
+    """Builds and updates that a builder has made so far; one object, shared with all metadata of the builder."""
+
+    value: int = 0
+
+
 @dataclass
 class CompressedGroupMetadata:
     """A compressed cache group in a step.
@@ -78,7 +85,8 @@ class DeepseekSparseSWAMetadata:
         provider: attention kernels that the builder chose.
         shape: what the builder promised that provider; None in an object made by hand.
         validate: whether attention over this step checks values too.
-        generation: counts builds and updates of the builder that made this; plans carry it.
+        generation: number of the build or update that made this; plans carry it.
+        builds: the builder's own count: once it has gone on, the buffers hold another step.
     """
 
     block_table: torch.Tensor
@@ -122,6 +130,7 @@ class DeepseekSparseSWAMetadata:
     shape: AttentionShape | None = None
     validate: bool = False
     generation: int = 0
+    builds: BuildCount | None = field(default=None, repr=False)
     step: BuildStep | None = field(default=None, repr=False)  # what an in-place update runs again
     prefill_replay_start_cpu: torch.Tensor | None = field(default=None, repr=False)
     _chunk_plans: dict[tuple[int, int, bool], list[PrefillChunk]] = field(default_factory=dict, repr=False)
@@ -131,6 +140,11 @@ class DeepseekSparseSWAMetadata:
         copied = object.__new__(DeepseekSparseSWAMetadata)
         copied.__dict__ = {**self.__dict__, **values, **others}
         return copied
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether a later build or update of the same builder has filled its buffers with another step."""
+        return self.builds is not None and self.builds.value != self.generation
 
     @property
     def num_tokens(self) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from swa_backend.batch import CommonAttentionMetadata
 from swa_backend.buffers import IndexBuffers, RaggedBuffers
-from swa_backend.metadata import CompressedGroupMetadata, DeepseekSparseSWAMetadata
+from swa_backend.metadata import BuildCount, CompressedGroupMetadata, DeepseekSparseSWAMetadata
 from swa_backend.split import Split
 from swa_backend.step import BuildStep
 
@@ -110,9 +110,15 @@ class MetadataAssembler:
     """
 
     def __init__(
-        self, buffers: IndexBuffers, config: BackendConfig, provider: AttentionProvider, shape: AttentionShape
+        self,
+        buffers: IndexBuffers,
+        config: BackendConfig,
+        provider: AttentionProvider,
+        shape: AttentionShape,
+        builds: BuildCount,
     ) -> None:
         self._buffers = buffers
+        self._builds = builds
         self._config = config
         self._provider = provider
         self._shape = shape
@@ -127,7 +133,6 @@ class MetadataAssembler:
         split: Split,
         step: BuildStep,
         prefill: PrefillHostLens | None,
-        generation: int,
     ) -> DeepseekSparseSWAMetadata:
         """The metadata of a step's main group, with those of its further groups inside; none has plans yet."""
         tokens, buffers = step.num_tokens, self._buffers
@@ -136,7 +141,7 @@ class MetadataAssembler:
             "query_start_loc": batch.query_start_loc,
             "query_start_loc_cpu": batch.query_start_loc_cpu,
             "max_decode_query_len": min(batch.max_query_len, self._config.decode_threshold),
-            "generation": generation,
+            "generation": self._builds.value,
             "step": step,
         }
         if batch.replay_start is not None:
@@ -194,6 +199,7 @@ class MetadataAssembler:
                 provider=self._provider,
                 shape=self._shape,
                 validate=config.validate,
+                builds=self._builds,
                 decode_swa_ragged_indices=decode.ragged_indices,
                 decode_swa_ragged_indptr=decode.ragged_indptr,
                 **from_batch,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from swa_backend._checks import show
 from swa_backend.cache_layout import Dialect
 from swa_backend.errors import PlatformError
 
@@ -145,16 +146,28 @@ class Platform:
                 )
 
 
-def require_device(device: torch.device, platform: Platform) -> None:
-    """Refuse a device of another type than the platform's.
+def require_device(device: torch.device | str, platform: Platform) -> torch.device:
+    """The device as torch has it; refused if it is none, or of another type than the platform's.
 
     Raises:
-        PlatformError: the device types differ.
+        PlatformError: no such device, or the device types differ.
     """
-    if device.type != platform.device_type:
+    import torch
+
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
         raise PlatformError(
             "device",
-            found=str(device),
+            found=show(device),
+            legal=f"a {platform.device_type!r} device",
+            fix="Pass a torch.device or its name, such as 'cuda:0'.",
+        ) from error
+    if found.type != platform.device_type:
+        raise PlatformError(
+            "device",
+            found=str(found),
             legal=f"a {platform.device_type!r} device for the platform {platform.name!r}",
             fix="Pass a device of that type, or load the platform that serves this device with get_backend(name).",
         )
+    return found

@@ -101,6 +101,13 @@ def gather_kv(
             legal=f"strides (any, {HEAD_DIM}, 1)",
             fix="Keep the rows of a request one after the other.",
         )
+    if requests > 1 and out.stride(0) < height * HEAD_DIM:
+        raise BatchError(
+            "out",
+            found=f"strides {out.stride()}: requests share memory",
+            legal=f"a stride of at least {height * HEAD_DIM} from request to request",
+            fix="Pass a workspace of its own, not an expanded one.",
+        )
     if not isinstance(offset, int) or isinstance(offset, bool) or not 0 <= offset <= height:
         raise BatchError(
             "offset", found=repr(offset), legal=f"an int from 0 to {height}", fix="Pass the first row of out to write."

@@ -290,6 +290,15 @@ class TestMetadataChecks:
         error = refusal(scene)
         assert (type(error), error.field) == (BatchError, "metadata")
 
+    def test_a_step_that_a_later_build_has_overwritten(self, provider: ProviderUnderTest) -> None:
+        scene = Scene(provider, [1, 5], [20, 5])
+        scene.run()
+        later = scene.builder.build(0, Batch([1], [9]).metadata(str(scene.device)))
+        error = refusal(scene)
+        assert (type(error), error.field) == (BatchError, "metadata")
+        scene.builder.update_draft_decode_metadata(later)
+        assert refusal(scene).field == "metadata"
+
     def test_other_heads_than_the_builder_was_told_of(self, provider: ProviderUnderTest) -> None:
         scene = Scene(provider, [1], [20])
         with pytest.raises(BatchError) as error:

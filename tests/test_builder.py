@@ -353,7 +353,7 @@ def test_an_update_of_a_step_with_prefills_is_refused() -> None:
     with pytest.raises(BatchError, match="1 prefills"):
         builder.update_draft_decode_metadata(builder.build(0, Batch([1, 40], [9, 40]).metadata()))
     by_hand = dataclasses.replace(builder.build(0, Batch([1], [9]).metadata()), step=None)
-    with pytest.raises(BatchError, match="without its build step"):
+    with pytest.raises(BatchError, match="this builder did not make"):
         builder.update_draft_decode_metadata(by_hand)
 
 
@@ -396,3 +396,60 @@ class TestCapture:
         real = Batch([2, 1, 2], [140, 7, 260], table=inputs[0][0][:3].tolist(), slots=inputs[0][1].tolist())
         live = {name: (table[:3], slots) for name, (table, slots) in groups.items()}
         compare(metadata, self.builder().build(0, real.metadata(), groups=live))
+
+
+def test_metadata_of_another_builder_is_not_updated() -> None:
+    """It would fill this builder's buffers, and leave the other's as they are."""
+    mine, other = make_builder(make_config(k=3)), make_builder(make_config(k=3))
+    mine.build(0, Batch([1], [9]).metadata())
+    metadata = other.build(0, Batch([1], [200]).metadata())
+    before = mine._buffers.decode_indices.clone()
+    for wrong in (metadata, None, "metadata"):
+        with pytest.raises(BatchError, match="this builder did not make"):
+            mine.update_draft_decode_metadata(wrong)
+    assert torch.equal(mine._buffers.decode_indices, before)
+
+
+def test_metadata_is_overwritten_by_the_next_build_or_update_of_its_builder() -> None:
+    builder, other = make_builder(make_config(k=3)), make_builder(make_config(k=3))
+    first = builder.build(0, Batch([1], [9]).metadata())
+    other.build(0, Batch([1], [9]).metadata())
+    assert not first.is_overwritten
+    second = builder.build(0, Batch([1], [9]).metadata())
+    assert first.is_overwritten
+    assert not second.is_overwritten
+    builder.update_draft_decode_metadata(first)
+    assert not first.is_overwritten
+    assert second.is_overwritten
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("compressed_groups", {"compressed_groups": [OTHER]}),
+        ("swa_groups", {"swa_groups": [GROUPS[0]]}),
+        ("swa_groups", {"swa_groups": ["a"]}),
+    ],
+)
+def test_groups_of_another_kind_are_refused(field: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}: "):
+        make_builder(make_config(), **options)
+
+
+def test_spec_config_and_device_of_another_kind_are_refused() -> None:
+    builder_cls, config = get_backend("cpu").get_builder_cls(), make_config()
+    spec = make_builder(config).kv_cache_spec
+    with pytest.raises(ConfigError, match=r"^kv_cache_spec: .*None"):
+        builder_cls(None, [], config, "cpu")
+    with pytest.raises(ConfigError, match=r"^config: .*V4"):
+        builder_cls(spec, [], "V4", "cpu")
+    for device in ("nonsense", None, 3.5):
+        with pytest.raises(PlatformError, match=r"^device: "):
+            builder_cls(spec, [], config, device)
+
+
+@pytest.mark.parametrize("longest", [1025, 10**40, -1])
+def test_longest_query_beyond_a_step_is_refused(longest: int) -> None:
+    batch = dataclasses.replace(Batch([1], [9]).metadata(), max_query_len=longest)
+    with pytest.raises(BatchError, match=r"^max_query_len: "):
+        make_builder(make_config(max_num_batched_tokens=1024)).build(0, batch)

@@ -169,6 +169,7 @@ def test_a_legal_gather(cache: DeepseekV4SWACache) -> None:
         ("out", torch.zeros(2, 12, 448, dtype=torch.bfloat16)),
         ("out", torch.zeros(2, 12, 1024, dtype=torch.bfloat16)[:, :, :512]),
         ("out", torch.zeros(24, 512, dtype=torch.bfloat16)),
+        ("out", torch.zeros(1, 12, 512, dtype=torch.bfloat16).expand(2, 12, 512)),
         ("out", torch.zeros(2, 12, 512, dtype=torch.bfloat16, device="meta")),
         ("offset", -1),
         ("offset", 13),

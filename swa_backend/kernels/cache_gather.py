@@ -18,7 +18,16 @@ from swa_backend._math import cdiv
 from swa_backend.cache_layout import HEAD_DIM, Dialect
 from swa_backend.kernels.fp8 import decode_e2m1, decode_e4m3, decode_ue8m0
 from swa_backend.kernels.jit import Tuning, address, kernel
-from swa_backend.kernels.paging import PAGE_TYPES, cache_layouts, is_aligned, layout_key, page_numbers, scale_of, wide
+from swa_backend.kernels.paging import (
+    PAGE_TYPES,
+    cache_layouts,
+    is_aligned,
+    layout_key,
+    page_numbers,
+    scale_of,
+    table_rows,
+    wide,
+)
 from swa_backend.platform import CacheRole
 
 if TYPE_CHECKING:
@@ -162,8 +171,9 @@ def gather_kv(
         bound = pages.launches[kind] = launcher.bind(pages.data, scale_of(pages), *page_numbers(pages))
     share = min(cdiv(height, bound.launcher.tiles["TOKENS"]), max(MOST_PROGRAMS // max(requests, 1), 1))
     lens = address(seq_lens)
+    table, table_stride = table_rows(block_table, seq_lens)
     bound.launch(
         (share, requests, 1),
-        address(block_table), lens, lens if gather_lens is None else address(gather_lens), address(out),
-        block_table.stride(0), out.stride(0), block_table.shape[1], offset, height,
+        address(table), lens, lens if gather_lens is None else address(gather_lens), address(out),
+        table_stride, out.stride(0), block_table.shape[1], offset, height,
     )  # fmt: skip

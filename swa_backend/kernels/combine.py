@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import triton.language as tl
 
 from swa_backend.kernels.jit import Tuning, kernel
+from swa_backend.kernels.paging import table_rows
 from swa_backend.kernels.topk import (
     load_block,
     page_numbers,
@@ -135,10 +136,11 @@ def combine_rows(step: CombineStep) -> None:
     """Fill ``out_rows`` and ``out_lens``; see `swa_backend.reference.combine.combine_rows`."""
     compressed, chunk = step.compressed, step.chunk
     unread = step.window_lens
-    kind, topk, table = "none", None, None
+    kind, topk, table, table_stride, columns = "none", None, unread, 0, 0
     pages, ratio, width = page_numbers(1, 0), 1, 0
     if compressed is not None:
-        topk, table = compressed.topk, compressed.block_table
+        topk, columns = compressed.topk, compressed.block_table.shape[1]
+        table, table_stride = table_rows(compressed.block_table, unread)
         pages, ratio = page_numbers(compressed.entries_per_page, compressed.num_pages), compressed.ratio
         kind, width = ("every", 0) if topk is None else ("listed", topk.shape[1])
     launcher = combine.on(step.out_rows.device, COMPRESSED=kind, IMAGES=step.right_visible is not None)
@@ -146,9 +148,9 @@ def combine_rows(step: CombineStep) -> None:
         (step.out_rows.shape[0], 1, 1),
         step.window_rows, step.window_lens, unread if topk is None else topk, step.token_to_req, step.is_valid,
         step.query_start_loc, step.seq_lens, step.gather_lens,
-        unread if step.right_visible is None else step.right_visible, unread if table is None else table,
+        unread if step.right_visible is None else step.right_visible, table,
         step.out_rows, step.out_lens, step.window_rows.stride(0), 0 if topk is None else topk.stride(0),
-        0 if table is None else table.stride(0), step.out_rows.stride(0), width, step.out_rows.shape[1],
+        table_stride, step.out_rows.stride(0), width, step.out_rows.shape[1],
         step.first_token, step.num_decodes, chunk.first, chunk.end, chunk.compressed, chunk.width,
-        0 if table is None else table.shape[1], *pages, ratio,
+        columns, *pages, ratio,
     )  # fmt: skip

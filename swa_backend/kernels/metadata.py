@@ -82,8 +82,10 @@ def window_rows(
     number = tile * ROWS + tl.arange(0, ROWS)
     token = first_token + number
     inside = token < last_token
+    # A dead lane's address stays inside the batch: masked loads may still touch it.
+    real = tl.where(inside, token, 0)
     request, mapped = requests_of(starts, token, inside, num_reqs, guess_len, not PREFILL)
-    valid = mapped & (tl.load(slots + token, mask=inside, other=-1) >= 0)
+    valid = mapped & (tl.load(slots + real, mask=inside, other=-1) >= 0)
     position, prefix, seq_len, query_len = positions_of(starts, seq_lens, request, token)
     if CAUSAL:
         start = position - (WINDOW - 1)
@@ -93,7 +95,7 @@ def window_rows(
             replay = tl.load(replay_start + request)
         if PREFILL:
             if IMAGES:
-                sees = mapped & (tl.load(main_slots + token, mask=inside, other=-1) >= 0)
+                sees = mapped & (tl.load(main_slots + real, mask=inside, other=-1) >= 0)
                 left, right = visibility_of(spans, num_spans, request, position, sees, max_image_tokens)
                 start -= tl.maximum(left - (WINDOW - 1), 0)
                 end += right
@@ -158,7 +160,7 @@ def compressed_rows(
     token = tile * ROWS + tl.arange(0, ROWS)
     inside = token < num_tokens
     request, mapped = requests_of(starts, token, inside, num_reqs, 1, False)
-    slot = tl.load(slots + token, mask=inside, other=-1)
+    slot = tl.load(slots + tl.where(inside, token, 0), mask=inside, other=-1)
     position, _, _, _ = positions_of(starts, seq_lens, request, token)
     valid = mapped & (slot >= 0) & (position >= 0)
     complete = tl.where(valid, (position + 1) // ratio, 0)

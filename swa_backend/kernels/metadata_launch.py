@@ -11,6 +11,7 @@ from swa_backend.buffers import IndexBuffers, RaggedBuffers
 from swa_backend.errors import ConfigError
 from swa_backend.kernels.jit import Bound
 from swa_backend.kernels.metadata import MAX_GROUPS, ROW_BLOCK, build_metadata, metadata_key
+from swa_backend.kernels.paging import table_rows
 from swa_backend.step import BuildStep
 
 
@@ -45,7 +46,7 @@ class MetadataLauncher:
         self._kinds: dict[tuple[bool, bool, bool], _Kind] = {}
 
     def __call__(self, step: BuildStep) -> None:
-        images, replay = step.spans is not None, step.replay_start is not None
+        images, replay = step.spans is not None, step.causal and step.replay_start is not None
         kind = self._kinds.get((step.causal, images, replay))
         if kind is None:
             kind = self._kinds[step.causal, images, replay] = self._kind(step.causal, images=images, replay=replay)
@@ -81,10 +82,11 @@ class MetadataLauncher:
             programs,
         )
         for table, slots in step.groups:
+            rows, stride = table_rows(table, self._nothing)
             if self._on_gpu:
-                launch_args += (table.data_ptr(), slots.data_ptr(), table.stride(0), table.shape[1])
+                launch_args += (rows.data_ptr(), slots.data_ptr(), stride, table.shape[1])
             else:
-                launch_args += (table, slots, table.stride(0), table.shape[1])
+                launch_args += (rows, slots, stride, table.shape[1])
         kind.bound.launch((programs, 1, 1), *launch_args)
 
     def _kind(self, causal: bool, *, images: bool, replay: bool) -> _Kind:

@@ -81,6 +81,13 @@ def cache_layouts(
     return dict.fromkeys(layout for layout in found if layout.writable or not written)
 
 
+def table_rows(table: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A block table and its row stride. Nothing is read of an empty one, but dead lanes have to point somewhere:
+    ``other``, any int32 tensor that is not empty, stands for it.
+    """
+    return (table, table.stride(0)) if table.numel() else (other, 0)
+
+
 def divisor(number: int) -> tuple[int, int]:
     """(magic, shift) with which `quotient` divides by ``number``, an int from 1 to 2^31 - 1."""
     bits = (number - 1).bit_length()

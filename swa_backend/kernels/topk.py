@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 
 from swa_backend.kernels.jit import Tuning, device_function, kernel
-from swa_backend.kernels.paging import divisor, quotient
+from swa_backend.kernels.paging import divisor, quotient, table_rows
 
 if TYPE_CHECKING:
     from swa_backend.cache_layout import Dialect
@@ -180,9 +180,10 @@ def map_topk(
     ``is_valid`` and ``out_lens`` are contiguous.
     """
     wide = positions.dtype == torch.int64
+    table, table_stride = table_rows(block_table, token_to_req)
     map_rows.on(topk.device, WIDE=wide).launch(
         (topk.shape[0], 1, 1),
-        topk, token_to_req, positions.view(torch.int32) if wide else positions, block_table, is_valid, out_slots,
-        out_lens, topk.stride(0), block_table.stride(0), out_slots.stride(0), topk.shape[1], *block_table.shape,
+        topk, token_to_req, positions.view(torch.int32) if wide else positions, table, is_valid, out_slots, out_lens,
+        topk.stride(0), table_stride, out_slots.stride(0), topk.shape[1], *block_table.shape,
         *page_numbers(entries_per_page, num_pages), ratio,
     )  # fmt: skip
