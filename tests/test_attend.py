@@ -19,6 +19,7 @@ from swa_backend.pages import element_dtype  # noqa: E402
 from swa_backend.registry import get_backend  # noqa: E402
 from tests.attention_scene import HEADS, ProviderUnderTest, Scene, bind, mixed  # noqa: E402
 from tests.attention_suite import *  # noqa: E402, F403
+from tests.support import Batch  # noqa: E402
 
 LAYOUTS = ("fp8_ds_mla", "fp8_ds_mla_v41", "bf16", "fp8_per_tensor")
 
