@@ -304,6 +304,15 @@ def test_of_equal_slots_one_token_wins_whole(name: str) -> None:
         )
 
 
+def test_no_slot_is_stored_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stores to one place may be split among threads: what wins data must win scales."""
+    cache, _ = make_cache("fp8_ds_mla")
+    stored: list[int] = []
+    monkeypatch.setattr(codec, "_store", lambda view, slots, data, scales: stored.extend(slots.tolist()))
+    write_kv(torch.ones(6, 512, dtype=torch.bfloat16), cache, torch.tensor([5, 9, 5, -1, 9, 5]))
+    assert sorted(stored) == [5, 9]
+
+
 def test_every_token_of_a_long_write_arrives() -> None:
     count, pages = 5000, 80  # more tokens than are written at a time
     cache, twin = make_cache("bf16", entries=64, pages=pages)

@@ -150,6 +150,15 @@ def test_a_draft_block_sees_the_window_before_it_whatever_replays() -> None:
     build(Batch([5], [205], table=[[-1, 7, 9, 1]], causal=False).metadata(), k=5, dspark=True)
 
 
+def test_a_draft_block_sees_one_position_more_than_a_causal_token() -> None:
+    """Prefix 191: positions from 63, the last of page 0, against 64, the first of page 1."""
+    slots, table = [9 * 64 + 63, *[64 + i for i in range(4)]], [[-1, 7, 9, 1]]
+    options: dict[str, Any] = {"k": 5, "dspark": True}
+    build(Batch([5], [196], table=table, slots=slots).metadata(), **options)
+    error = refused(Batch([5], [196], table=table, slots=slots, causal=False).metadata(), **options)
+    assert error.field == "block table of main, request 0, column 0"
+
+
 def test_a_request_without_real_tokens_needs_no_page() -> None:
     table = [[-1] * 4, *TABLE[1:]]
     build(sound(table=table).metadata())
