@@ -60,16 +60,17 @@ class MetadataLauncher:
         if self._num_compressed:
             programs += self._num_compressed * token_tiles
 
+        num_spans = 0 if step.spans is None else step.spans.shape[0]
         launch_args: list[Any] = [
             step.query_start_loc,
             step.seq_lens,
             self._nothing if step.replay_start is None else step.replay_start,
-            self._nothing if step.spans is None else step.spans,
+            step.spans if step.spans is not None and num_spans else self._nothing,
         ]
         if self._on_gpu:
             launch_args = [tensor.data_ptr() for tensor in launch_args]
         launch_args += (
-            0 if step.spans is None else step.spans.shape[0],
+            num_spans,
             step.num_reqs,
             step.num_decodes,
             tokens,
