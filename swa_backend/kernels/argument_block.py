@@ -64,6 +64,8 @@ class ArgumentBlock:
                 and run.num_ctas == 1
                 and not (run.launch_cooperative_grid or run.launch_pdl)
                 and not (run.global_scratch_size or run.profile_scratch_size)
+                and not getattr(run, "gsan_enabled", False)  # a sanitizer of later versions adds arguments
+                and all(kind in _CODES or kind.startswith("*") for kind in types.values())
             )
             warps, shared = meta.num_warps, meta.shared
         except AttributeError:

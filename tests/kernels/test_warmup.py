@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -162,8 +165,15 @@ def test_the_command_fills_one_cache_for_a_fleet(tmp_path: Path, capsys: pytest.
     assert binaries[".cubin"] == len(targets["cuda:90"])
     assert binaries[".hsaco"] == len(targets["hip:gfx942"])
     files = sorted(tmp_path.rglob("*"))
+    written = {path: path.stat().st_mtime_ns for path in files if path.suffix in (".cubin", ".hsaco")}
     assert main(arguments) == 0  # the same process again: everything is found
     assert sorted(tmp_path.rglob("*")) == files
+    again = [sys.executable, "-m", "swa_backend", *arguments]
+    done = subprocess.run(again, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {one["target"]: one["kernels"] for one in json.loads(done.stdout)["targets"]} == targets
+    assert sorted(tmp_path.rglob("*")) == files, "another process finds everything too"
+    assert {path: path.stat().st_mtime_ns for path in written} == written
 
 
 def test_the_command_refuses_a_chip_that_nobody_serves(capsys: pytest.CaptureFixture[str]) -> None:
