@@ -206,7 +206,7 @@ def _check_compressed(
         )
     check_tensor("compressed[2] (lens)", lens, torch.int32, (rows.shape[0],), q.device)
     tokens = metadata.num_tokens
-    return CompressedRows(cache.pages, rows[:tokens], lens[:tokens])
+    return CompressedRows(cache.pages, cache.ratio, rows[:tokens], lens[:tokens])
 
 
 def _check_mixing(metadata: DeepseekSparseSWAMetadata, pages: PageView, second: PageView, q: torch.Tensor) -> None:

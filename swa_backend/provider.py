@@ -30,9 +30,10 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class CompressedRows:
-    """The second cache of a layer in a step: pages, rows [T, K] int32 slots, lens [T] int32."""
+    """The second cache of a layer in a step: pages, tokens per entry, rows [T, K] int32 slots, lens [T] int32."""
 
     pages: PageView
+    ratio: int
     rows: torch.Tensor
     lens: torch.Tensor
 

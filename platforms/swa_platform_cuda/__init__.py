@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from swa_backend.platform import NoTileScheduler, Platform, Target, TileScheduler
+from swa_backend.platform import Platform, Target, TileScheduler
 from swa_platform_cuda.probe import check_target, probe
 
 if TYPE_CHECKING:
@@ -33,13 +33,16 @@ def _load_warmup() -> Callable[..., Any]:
 
 
 def _load_scheduler(target: Target | None) -> TileScheduler:
-    return NoTileScheduler()
+    from swa_platform_cuda.flashmla_plan import FlashMLATileScheduler
+
+    return FlashMLATileScheduler()
 
 
 def _load_providers(target: Target | None) -> Sequence[AttentionProvider]:
     from swa_backend.reference.provider import ReferenceAttention
+    from swa_platform_cuda.flashmla_provider import FlashMLAAttention
 
-    return (ReferenceAttention(),)
+    return (FlashMLAAttention(target), ReferenceAttention())
 
 
 PLATFORM = Platform(

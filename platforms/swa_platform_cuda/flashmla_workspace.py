@@ -1,0 +1,74 @@
+"""Device memory that FlashMLA's calls share: reserved from the configuration, so that no step allocates."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from swa_backend._math import ceil_to
+from swa_backend.chunk_plan import workspace_bytes
+from swa_platform_cuda.flashmla_build import DECODE_WIDTH_MULTIPLE, HEAD_DIM, PREFILL_WIDTH_MULTIPLE
+
+if TYPE_CHECKING:
+    from swa_backend.config import BackendConfig
+
+PADDED_TOKENS = 1024
+"""Prefill tokens whose heads are padded at a time."""
+
+C128 = 128
+
+
+class Workspace:
+    """Named buffers on one device. Layers run one after the other, so all of them use the same ones.
+
+    A buffer only ever grows, and what it outgrew is kept: a captured graph may still write there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
+        self._contents: dict[str, object] = {}
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """A contiguous tensor at the start of a buffer, which holds what its last user left there, zeros at first."""
+        size = prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            if buffer is not None:
+                self._outgrown.append(buffer)
+                self._contents.pop(name, None)
+            buffer = self._buffers[name] = torch.zeros(size, dtype=dtype, device=self.device)
+        return buffer[:size].view(shape)
+
+    def holds(self, name: str, contents: object) -> bool:
+        """Whether a buffer was last filled with these contents; if not, it is about to be."""
+        if self._contents.get(name) == contents:
+            return True
+        self._contents[name] = contents
+        return False
+
+    def reserve(self, config: BackendConfig, heads: int, prefill_heads: int) -> None:
+        """Allocate what the steps of a configuration take; a row wider than the indexer's picks grows it later."""
+        tokens = config.scheduler.max_num_batched_tokens
+        decodes = min(tokens, config.scheduler.max_num_seqs * config.decode_threshold)
+        layers = config.model.present_layer_types
+        picked = config.model.index_topk if any(layer.indexed for layer in layers) else 0
+        full = -(-config.scheduler.max_model_len // C128) if any(layer.ratio == C128 for layer in layers) else 0
+        self.take("decode window rows", decodes, ceil_to(config.max_decode_width, DECODE_WIDTH_MULTIPLE))
+        self.take("decode window lens", decodes)
+        for name, width in (("picked", picked), ("complete", full)):
+            if width:
+                self.take(f"decode {name} rows", decodes, ceil_to(width, DECODE_WIDTH_MULTIPLE))
+                self.take(f"decode {name} lens", decodes)
+                self.take(f"prefill {name} rows", tokens, ceil_to(config.prefill_width + width, PREFILL_WIDTH_MULTIPLE))
+                self.take(f"prefill {name} lens", tokens)
+        self.take("prefill window rows", tokens, ceil_to(config.prefill_width, PREFILL_WIDTH_MULTIPLE))
+        self.take("prefill window lens", tokens)
+        self.take("kv", workspace_bytes(config) // (2 * HEAD_DIM), 1, HEAD_DIM, dtype=torch.bfloat16)
+        for name, rows, padded in (("decode", decodes, heads), ("prefill", PADDED_TOKENS, prefill_heads)):
+            if padded != config.num_heads:
+                self.take(f"{name} q", rows, padded, HEAD_DIM, dtype=torch.bfloat16)
+                self.take(f"{name} out", rows, padded, HEAD_DIM, dtype=torch.bfloat16)

@@ -1,0 +1,22 @@
+"""The semantic attention suite over FlashMLA's provider, with fake kernels on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite("tests.attention_scene", "tests.attention_suite", "tests.flashmla_fake")
+
+from tests.attention_scene import ProviderUnderTest  # noqa: E402
+from tests.attention_suite import *  # noqa: E402, F403
+from tests.flashmla_fake import FakeKernels, fake_backend  # noqa: E402
+
+
+@pytest.fixture
+def provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProviderUnderTest]:
+    monkeypatch.setenv("SWA_BACKEND_ATTENTION", "flashmla")
+    monkeypatch.delenv("SWA_BACKEND_VALIDATE", raising=False)
+    with fake_backend(tmp_path, FakeKernels()) as backend:
+        yield ProviderUnderTest("flashmla", backend, "cpu", batch_invariant=False)
