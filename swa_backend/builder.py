@@ -169,7 +169,7 @@ class DeepseekSparseSWAMetadataBuilder:
                     legal=f"{value!r}, as the captured graph has, an int",
                     fix="Describe the padded batch of the graph, with slot -1 for tokens that are not real.",
                 )
-        longest = max(1, cdiv(num_tokens, num_reqs)) if num_reqs else 0
+        longest = cdiv(num_tokens, num_reqs) if num_reqs else 0
         if longest > self.decode_threshold or not batch.causal:
             raise BatchError(
                 "num_tokens",
@@ -180,7 +180,10 @@ class DeepseekSparseSWAMetadataBuilder:
         uniform = torch.arange(num_reqs + 1, dtype=torch.int32).mul_(longest).clamp_(max=num_tokens)
         batch = replace(batch, max_query_len=longest, query_start_loc_cpu=uniform)
         check_batch(batch, device=self.device, scheduler=self.config.scheduler)
-        return self._run(batch, self._split(batch), self._group_inputs(batch, groups))
+        metadata = self._run(batch, self._split(batch), self._group_inputs(batch, groups))
+        for one in (metadata, *metadata.groups.values()):
+            one.max_decode_query_len = self.decode_threshold  # what a replay brings is not known here
+        return metadata
 
     def update_draft_decode_metadata(self, metadata: DeepseekSparseSWAMetadata) -> None:
         """Derive a decode-only metadata object again after the engine advanced its lengths, slots or table in place.
@@ -250,21 +253,26 @@ class DeepseekSparseSWAMetadataBuilder:
 
     def _group_inputs(self, batch: CommonAttentionMetadata, groups: GroupInputs | None) -> StepInputs:
         """(block table, slot mapping) of every group, in the order of the buffers."""
-        inputs = [(batch.block_table_tensor, batch.slot_mapping)]
-        given = groups or {}
         further = self._buffers.groups[1:]
-        if len(given) != len(further) or any(pages.name not in given for pages in further):
+        inputs = [(batch.block_table_tensor, batch.slot_mapping)]
+        given = {} if groups is None else groups
+        if not isinstance(given, Mapping) or given.keys() != {pages.name for pages in further}:
             raise BatchError(
                 "groups",
-                found=sorted(given),
+                found=sorted(given, key=str) if isinstance(given, Mapping) else type(given).__name__,
                 legal=sorted(pages.name for pages in further),
                 fix="Pass (block_table, slot_mapping) for exactly the groups that the builder was constructed with.",
             )
         for pages in further:
-            name = pages.name
-            table, slots = given[name]
-            check_tensor(f"groups[{name!r}] block table", table, torch.int32, (batch.num_reqs, -1), self.device)
-            check_tensor(f"groups[{name!r}] slot mapping", slots, torch.int64, (batch.num_actual_tokens,), self.device)
+            field = f"groups[{pages.name!r}]"
+            pair = given[pages.name]
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise BatchError(
+                    field, found=type(pair).__name__, legal="(block_table, slot_mapping)", fix="Pass the two tensors."
+                )
+            table, slots = pair
+            check_tensor(f"{field} block table", table, torch.int32, (batch.num_reqs, -1), self.device)
+            check_tensor(f"{field} slot mapping", slots, torch.int64, (batch.num_actual_tokens,), self.device)
             inputs.append((table, slots))
         return tuple(inputs)
 
@@ -317,12 +325,11 @@ class DeepseekSparseSWAMetadataBuilder:
             batch.max_query_len,
             batch.causal,
         )
+        # Everything that may be refused comes before the launch.
+        prefill = self._prefill_host_lens(batch, split) if split.num_prefills else None
         if step.num_tokens:
             self._build_indices(step)
         self._builds.value += 1
-        prefill = None
-        if split.num_prefills:
-            prefill = self._prefill_host_lens(batch, split)
         metadata = self._assemble(batch, split, step, prefill)
         self._give_plans(metadata)
         return metadata
@@ -336,11 +343,16 @@ def _check_names(names: list[str]) -> None:
 
 
 def _check_spec(spec: KVCacheSpec, config: BackendConfig) -> None:
-    window = config.model.window_size
-    if spec.sliding_window != window:
-        raise ConfigError(
-            "kv_cache_spec.sliding_window",
-            found=spec.sliding_window,
-            legal=f"the model's window of {window} tokens",
-            fix="Pass the spec of a DeepseekV4SWACache made for this model.",
-        )
+    """Refuse the spec of a cache that the configuration does not describe."""
+    for field, found, legal in (
+        ("sliding_window", spec.sliding_window, config.model.window_size),
+        ("block_size", spec.block_size, config.page_tokens),
+        ("layout", spec.layout.name, config.cache_layout),
+    ):
+        if found != legal:
+            raise ConfigError(
+                f"kv_cache_spec.{field}",
+                found=found,
+                legal=f"{legal}, as the configuration says",
+                fix="Make the DeepseekV4SWACache with the window, page size and layout of the configuration.",
+            )

@@ -98,8 +98,15 @@ def _first(flags: torch.Tensor) -> int:
 
 
 def _prefilling(is_prefilling: torch.Tensor | None, num_reqs: int) -> torch.Tensor:
-    if is_prefilling is None or is_prefilling.dtype != torch.bool or tuple(is_prefilling.shape) != (num_reqs,):
-        found = None if is_prefilling is None else f"{is_prefilling.dtype} of shape {tuple(is_prefilling.shape)}"
+    if not (
+        isinstance(is_prefilling, torch.Tensor)
+        and is_prefilling.dtype == torch.bool
+        and tuple(is_prefilling.shape) == (num_reqs,)
+        and is_prefilling.device.type == "cpu"
+    ):
+        found = "None" if is_prefilling is None else type(is_prefilling).__name__
+        if isinstance(is_prefilling, torch.Tensor):
+            found = f"{is_prefilling.dtype} of shape {tuple(is_prefilling.shape)} on {is_prefilling.device}"
         raise BatchError(
             "is_prefilling",
             found=found,

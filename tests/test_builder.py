@@ -453,3 +453,39 @@ def test_longest_query_beyond_a_step_is_refused(longest: int) -> None:
     batch = dataclasses.replace(Batch([1], [9]).metadata(), max_query_len=longest)
     with pytest.raises(BatchError, match=r"^max_query_len: "):
         make_builder(make_config(max_num_batched_tokens=1024)).build(0, batch)
+
+
+@pytest.mark.parametrize(
+    ("groups", "field"),
+    [
+        (3, "groups"),
+        ({"c4a": None}, "groups"),
+        ({"other": None, "c4a": None, "c128a": None}, "groups['other']"),
+        ({"other": 3, "c4a": None, "c128a": None}, "groups['other']"),
+    ],
+)
+def test_group_inputs_of_another_form_are_refused(groups: Any, field: str) -> None:
+    builder = make_builder(make_config(), compressed_groups=GROUPS, swa_groups=(OTHER,))
+    with pytest.raises(BatchError) as error:
+        builder.build(0, Batch([1], [9]).metadata(), groups=groups)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "options"), [("block_size", {"page_tokens": 256}), ("layout", {"cache_layout": "bf16"})]
+)
+def test_spec_of_a_cache_that_the_configuration_does_not_describe(field: str, options: dict[str, Any]) -> None:
+    spec = make_builder(make_config()).kv_cache_spec
+    with pytest.raises(ConfigError, match=rf"^kv_cache_spec\.{field}: "):
+        get_backend("cpu").get_builder_cls()(spec, [], make_config(**options), "cpu")
+
+
+def test_nothing_is_built_when_host_lengths_are_missing() -> None:
+    """The refusal comes before the launch, on a device whose lengths the host cannot see."""
+    builder = make_builder(make_config())
+    builder.device = torch.device("meta")
+    batch = Batch([40], [40]).metadata()
+    step = dataclasses.replace(batch, seq_lens_cpu_upper_bound=None)
+    builder._build_indices = lambda step: pytest.fail("launched")
+    with pytest.raises(BatchError, match=r"^seq_lens_cpu_upper_bound: "):
+        builder._run(step, builder._split(step), ((step.block_table_tensor, step.slot_mapping),))

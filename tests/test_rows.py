@@ -417,6 +417,7 @@ def test_capture_build_reads_query_lengths_on_the_device() -> None:
     batch.max_query_len = 9999
     found = builder.capture_build(4, 8, batch)
     assert found.decode_swa_indices.shape == (8, 1, 128)
+    assert found.max_decode_query_len == 2
     assert torch.equal(found.decode_swa_indices, expected.decode_swa_indices)
     assert torch.equal(found.token_to_req_indices, expected.token_to_req_indices)
     assert found.is_valid_token.tolist() == [True] * 5 + [False] * 3

@@ -167,3 +167,11 @@ def test_border_among_many_requests(count: int, first_prefill: int | None) -> No
         sum(queries[first_prefill:]),
     )
     assert split(queries, 2) == expected
+
+
+@pytest.mark.parametrize(
+    "flags", [None, [False], torch.zeros(1), torch.zeros(2).bool(), torch.zeros(1, device="meta").bool()]
+)
+def test_prefilling_flags_of_another_form_are_refused(flags: Any) -> None:
+    with pytest.raises(BatchError, match=r"^is_prefilling: "):
+        split([1], 1, treat_short_extends_as_decodes=False, is_prefilling=flags)
