@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -56,6 +58,29 @@ def fast_path(compiled: Any) -> tuple[Any, Any, Any] | None:
         _warn_once(f"launcher {type(run).__name__}, metadata {type(parts[2]).__name__}")
         return None
     return parts
+
+
+@contextmanager
+def one_parse_at_a_time() -> Iterator[None]:
+    """While it lasts, threads that compile take turns at parsing kernels.
+
+    CPython counts the depth of a syntax tree in one place for all threads: two that parse at once now and then end in
+    ``SystemError: AST constructor recursion depth mismatch``.
+    """
+    if INTERPRETED:
+        yield
+        return
+    parse, turn = triton.JITFunction.parse, RLock()
+
+    def in_turn(function: Any) -> Any:
+        with turn:
+            return parse(function)
+
+    triton.JITFunction.parse = in_turn
+    try:
+        yield
+    finally:
+        triton.JITFunction.parse = parse
 
 
 _warned = False

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
+from contextvars import copy_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import triton
 # Importing a module declares its kernels.
 from swa_backend.kernels import cache_gather, cache_write, combine, metadata, topk  # noqa: F401
 from swa_backend.kernels.jit import Kernel, Launcher, all_kernels, mark_warm
-from swa_backend.kernels.triton_internals import INTERPRETED, target_of
+from swa_backend.kernels.triton_internals import INTERPRETED, one_parse_at_a_time, target_of
 from swa_backend.platform import CacheRole
 
 if TYPE_CHECKING:
@@ -92,6 +93,14 @@ def keys_of(
 
 def _compile_all(
     launchers: list[Launcher], progress: Progress | None, workers: int | None, *, again: bool = False
+) -> tuple[str, ...]:
+    # In a context of its own: when a kernel does not compile, Triton's mode stays on in the context that it was set in.
+    with one_parse_at_a_time():
+        return copy_context().run(_compile_together, launchers, progress, workers, again)
+
+
+def _compile_together(
+    launchers: list[Launcher], progress: Progress | None, workers: int | None, again: bool
 ) -> tuple[str, ...]:
     total = len(launchers)
     names = tuple(str(launcher) for launcher in launchers)

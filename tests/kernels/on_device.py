@@ -102,9 +102,9 @@ def at_the_end(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on ``device`` whose last element is the last of its allocation; on a CPU the next byte is a fault."""
     values = values.contiguous()
     if device.type == "cuda":
-        block = torch.empty(-(-values.nbytes // 2**21) * 2**21 // values.element_size(), dtype=values.dtype)
-        tail = block.to(device)[block.numel() - values.numel() :].view(values.shape)
-        return tail.copy_(values)
+        size = 12 * 2**20  # large enough for torch to ask the driver for a block of its own
+        block = torch.empty(size, dtype=torch.uint8, device=device)
+        return block[size - values.nbytes :].view(values.dtype).view(values.shape).copy_(values)
     page = mmap.PAGESIZE
     size = -(-max(values.nbytes, 1) // page) * page
     memory = mmap.mmap(-1, size + page)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 
 from swa_backend.backend import Backend
 from swa_backend.cache_layout import Dialect, get_layout
@@ -20,9 +24,10 @@ from swa_backend.combine import CombineStep, CompressedRows
 from swa_backend.config import BackendConfig, ModelConfig, SchedulerConfig, packaged_models
 from swa_backend.errors import ProviderError
 from swa_backend.kernels import combine, jit
-from swa_backend.kernels.jit import STRICT_VARIABLE, mark_warm, stats
+from swa_backend.kernels.jit import STRICT_VARIABLE, Tuning, kernel, mark_warm, stats
+from swa_backend.kernels.offline import compile_only
 from swa_backend.kernels.operations import TritonOperations
-from swa_backend.kernels.warmup import keys_of, warmup
+from swa_backend.kernels.warmup import _compile_all, keys_of, warmup
 from swa_backend.platform import CacheRole
 from swa_backend.registry import registry
 from tests.kernels.pools import bf16, make_twin, wild_keys
@@ -174,6 +179,43 @@ def test_the_command_fills_one_cache_for_a_fleet(tmp_path: Path, capsys: pytest.
     assert {one["target"]: one["kernels"] for one in json.loads(done.stdout)["targets"]} == targets
     assert sorted(tmp_path.rglob("*")) == files, "another process finds everything too"
     assert {path: path.stat().st_mtime_ns for path in written} == written
+
+
+@kernel(types={"out": "*i32"}, tuning={"": Tuning(1, 1)}, keys=lambda config, dialects: ())
+def may_not_compile_for_test(out, VALUE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    tl.static_assert(VALUE >= 0)
+    tl.store(out, VALUE)
+
+
+@pytest.mark.compiled
+def test_a_kernel_that_does_not_compile_ends_one_warm_up_and_not_the_next(tmp_path: Path) -> None:
+    with compile_only("cuda:90", cache=tmp_path):
+        launchers = [may_not_compile_for_test.on(torch.device("cpu"), VALUE=value) for value in (1, -1, 2)]
+        with pytest.raises(Exception, match="static_assert"):
+            _compile_all(launchers, None, 2)
+        good = [launchers[0], launchers[2]]
+        assert _compile_all(good, None, 2, again=True) == tuple(map(str, good))
+        may_not_compile_for_test.on(torch.device("cpu"), VALUE=3).compile()  # nor does a later key wait for a pool
+
+
+@pytest.mark.compiled
+def test_threads_that_compile_parse_one_after_the_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CPython cannot parse in two threads at once: now and then it fails."""
+    parse, now, most = ast.parse, [0], [0]
+
+    def watched(*args: Any, **options: Any) -> Any:
+        now[0] += 1
+        most[0] = max(most[0], now[0])
+        time.sleep(0.01)  # the others' turn
+        tree = parse(*args, **options)
+        now[0] -= 1
+        return tree
+
+    monkeypatch.setattr(ast, "parse", watched)
+    with compile_only("cuda:90", cache=tmp_path):
+        launchers = [may_not_compile_for_test.on(torch.device("cpu"), VALUE=value) for value in range(10, 22)]
+        _compile_all(launchers, None, 6)
+    assert most == [1]
 
 
 def test_the_command_refuses_a_chip_that_nobody_serves(capsys: pytest.CaptureFixture[str]) -> None:
