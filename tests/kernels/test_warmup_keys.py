@@ -6,6 +6,7 @@ Every call is made as an engine could make it, and nothing is launched: what is 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,7 +158,7 @@ def use_topk(config: BackendConfig) -> None:
 
 
 def use_everything(config: BackendConfig, dialects: dict[CacheRole, Dialect]) -> None:
-    build_everything(config)
+    build_everything(replace(config, cache_layout="fp8_ds_mla"))  # rows are the same over any cache
     use_topk(config)
     use_caches(config.cache_layout, dialects[CacheRole.SWA])
     if any(layer.compressed for layer in config.model.present_layer_types):
