@@ -95,6 +95,8 @@ class DeepseekSparseSWAMetadataBuilder:
         self._buffers = IndexBuffers.allocate(
             config, [main, *further], compressed_groups, self.device, ragged=self.wants_ragged_rows
         )
+        # In the order of the buffers; how errors call each group's inputs.
+        self._further_groups = {pages.name: f"groups[{pages.name!r}]" for pages in self._buffers.groups[1:]}
         self._build_indices = self.backend.operations.prepare_build(self._buffers)
         self._builds = BuildCount()
         self._assemble = MetadataAssembler(self._buffers, config, self.provider, self.shape, self._builds)
@@ -253,19 +255,20 @@ class DeepseekSparseSWAMetadataBuilder:
 
     def _group_inputs(self, batch: CommonAttentionMetadata, groups: GroupInputs | None) -> StepInputs:
         """(block table, slot mapping) of every group, in the order of the buffers."""
-        further = self._buffers.groups[1:]
+        further = self._further_groups
+        if not further and not groups:
+            return ((batch.block_table_tensor, batch.slot_mapping),)
         inputs = [(batch.block_table_tensor, batch.slot_mapping)]
         given = {} if groups is None else groups
-        if not isinstance(given, Mapping) or given.keys() != {pages.name for pages in further}:
+        if not isinstance(given, Mapping) or given.keys() != further.keys():
             raise BatchError(
                 "groups",
                 found=sorted(given, key=str) if isinstance(given, Mapping) else type(given).__name__,
-                legal=sorted(pages.name for pages in further),
+                legal=sorted(further),
                 fix="Pass (block_table, slot_mapping) for exactly the groups that the builder was constructed with.",
             )
-        for pages in further:
-            field = f"groups[{pages.name!r}]"
-            pair = given[pages.name]
+        for name, field in further.items():
+            pair = given[name]
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise BatchError(
                     field, found=type(pair).__name__, legal="(block_table, slot_mapping)", fix="Pass the two tensors."

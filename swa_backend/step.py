@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would cost a step more than all of its checks
 class BuildStep:
     """Inputs of one build. R requests, T tokens; no tensor is read on the host."""
 

@@ -233,11 +233,11 @@ def fake_backend(
     """The CUDA platform's builder and FlashMLA provider on CPU tensors, over a bare library of fake operators."""
     from swa_backend.reference.combine import combine_rows
     from swa_backend.reference.operations import ReferenceOperations
-    from swa_platform_cuda.flashmla_rows_reference import tidy_rows
+    from swa_platform_cuda.flashmla_rows_reference import entries_of_slots, mark_columns, tidy_rows
 
     path = folder / "libflashmla.so"
     path.write_bytes(contents)
-    tools = tools or RowTools(tidy_rows, combine_rows, ReferenceOperations())
+    tools = tools or RowTools(tidy_rows, mark_columns, entries_of_slots, combine_rows, ReferenceOperations())
     with registered("fake_flashmla", kernels, **schemas):
         before: dict[str, Any] = {}
         seen = [before, before]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("tests.attention_scene", "tests.attention_suite", "tests.flashmla_fake")
+pytest.register_assert_rewrite("tests.attention_scene", "tests.attention_suite", "tests.flashmla_fake", "tests.flashmla_golden")
 
 from tests.attention_scene import ProviderUnderTest  # noqa: E402
 from tests.attention_suite import *  # noqa: E402, F403
 from tests.flashmla_fake import FakeKernels, fake_backend  # noqa: E402
+from tests.flashmla_golden import *  # noqa: E402, F403
 
 
 @pytest.fixture

@@ -165,5 +165,6 @@ def test_missing_triton_is_named_with_the_extra_that_brings_it(platform, part, m
 def test_parts_of_a_gpu_platform(platform):
     builder_cls = platform.load_builder()
     assert builder_cls.wants_ragged_rows == (platform.name == "rocm")
-    assert [provider.name for provider in platform.load_providers(None)] == ["reference"]
-    assert set(platform.load_scheduler(None).fresh_plans([LayerType.SWAONLY]).values()) == {None}
+    assert platform.load_providers(None)[-1].name == "reference"
+    target = Target("cuda", "120") if platform.name == "cuda" else None
+    assert set(platform.load_scheduler(target).fresh_plans([LayerType.SWAONLY]).values()) == {None}

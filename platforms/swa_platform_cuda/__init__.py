@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from swa_backend.platform import Platform, Target, TileScheduler
+from swa_backend.platform import NoTileScheduler, Platform, Target, TileScheduler
 from swa_platform_cuda.probe import check_target, probe
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ def _load_warmup() -> Callable[..., Any]:
 
 
 def _load_scheduler(target: Target | None) -> TileScheduler:
+    from swa_platform_cuda.flashmla_discovery import ARCHS
     from swa_platform_cuda.flashmla_plan import FlashMLATileScheduler
 
+    if target is not None and target.arch not in ARCHS:
+        return NoTileScheduler()
     return FlashMLATileScheduler()
 
 

@@ -55,6 +55,15 @@ def layer_type_of(call: AttentionCall) -> LayerType:
     return found
 
 
+def is_group_rows(call: AttentionCall) -> bool:
+    """Whether the compressed rows are those that the builder made, the same ones for every layer of a step."""
+    second = call.compressed
+    return second is not None and any(
+        group.rows is not None and group.rows.data_ptr() == second.rows.data_ptr()
+        for group in call.metadata.compressed.values()
+    )
+
+
 def cache_of(pages: PageView, arch: str) -> torch.Tensor:
     """The pages as the kernels take them: [pages, entries, 1, bytes of an entry] uint8; nothing is copied.
 
@@ -150,22 +159,13 @@ class PagedAttention:
         keys = Keys(cache, *self._tidy(call, f"{kind} window", rows.squeeze(1), lens, valid, call.pages, once=True))
         extra = None
         if second is not None and extra_cache is not None:
-            complete = layer_type is LayerType.C128A and self._is_group_rows(call)
+            complete = layer_type is LayerType.C128A and is_group_rows(call)
             name = f"{kind} {'complete' if complete else 'picked'}"
             tidied = self._tidy(
                 call, name, second.rows[tokens], second.lens[tokens], valid, second.pages, once=complete
             )
             extra = Keys(extra_cache, *tidied)
         self._launch(call, kind, tokens, heads, keys, extra, vendor_plan)
-
-    @staticmethod
-    def _is_group_rows(call: AttentionCall) -> bool:
-        """Whether the compressed rows are those that the builder made, the same ones for every layer of a step."""
-        second = call.compressed
-        return second is not None and any(
-            group.rows is not None and group.rows.data_ptr() == second.rows.data_ptr()
-            for group in call.metadata.compressed.values()
-        )
 
     def _tidy(
         self,

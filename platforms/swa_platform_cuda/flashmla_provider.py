@@ -13,6 +13,7 @@ from swa_platform_cuda.flashmla_build import DECODE_HEADS, HEAD_DIM, FlashMLABui
 from swa_platform_cuda.flashmla_discovery import Finder, Found, find_flashmla
 from swa_platform_cuda.flashmla_paged import PagedAttention, layer_type_of, padded_heads
 from swa_platform_cuda.flashmla_plan import TilePlan
+from swa_platform_cuda.flashmla_prefill import GatheredPrefill
 from swa_platform_cuda.flashmla_workspace import Workspace
 
 if TYPE_CHECKING:
@@ -24,12 +25,20 @@ if TYPE_CHECKING:
     from swa_backend.provider import AttentionCall, AttentionShape
 
 
+PREFILL_GATHERS = True
+"""Whether prefill gathers its keys first. False takes the decode kernel over the pages for it, too; measured."""
+
+
 class RowTools(NamedTuple):
     """Device work around FlashMLA's own kernels."""
 
     tidy_rows: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor], None
     ]  # see flashmla_rows_reference
+    mark_columns: Callable[[torch.Tensor, torch.Tensor, int, int, torch.Tensor], None]
+    entries_of_slots: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None
+    ]
     combine_rows: Callable[[CombineStep], None]  # see swa_backend.reference.combine
     operations: Operations
 
@@ -44,9 +53,9 @@ def triton_tools() -> RowTools:
 
     operations = load_operations("cuda")
     from swa_backend.kernels.combine import combine_rows
-    from swa_platform_cuda.flashmla_rows import tidy_rows
+    from swa_platform_cuda.flashmla_rows import entries_of_slots, mark_columns, tidy_rows
 
-    return RowTools(tidy_rows, combine_rows, operations)
+    return RowTools(tidy_rows, mark_columns, entries_of_slots, combine_rows, operations)
 
 
 class FlashMLAAttention:
@@ -72,6 +81,8 @@ class FlashMLAAttention:
         self._found: dict[str | None, Found] = {}
         self._paged: dict[torch.device, PagedAttention] = {}
         self._workspaces: dict[torch.device, Workspace] = {}
+        self._gathered: dict[torch.device, GatheredPrefill] = {}
+        self._chunk_size = 1
         self._prefill_plans: dict[tuple[torch.device, LayerType], TilePlan] = {}
 
     def supports(self, shape: AttentionShape) -> Sequence[str]:
@@ -101,6 +112,7 @@ class FlashMLAAttention:
     def reserve(self, config: BackendConfig, device: torch.device) -> None:
         """Allocate what the steps of a configuration take on a device."""
         build, arch = self._chosen(device)
+        self._chunk_size = config.prefill_chunk_size
         self._workspace(device).reserve(
             config,
             padded_heads(config.num_heads, DECODE_HEADS),
@@ -127,6 +139,10 @@ class FlashMLAAttention:
         """Write the rows of the prefill tokens, padded ones included."""
         metadata = call.metadata
         if metadata.prefill_swa_indices is None or metadata.prefill_swa_lens is None:
+            return
+        gathered = self._gathered_on(call.q.device)
+        if PREFILL_GATHERS and (call.compressed is None or gathered.group_of(call) is not None):
+            gathered.attend(call, self._chunk_size)
             return
         self._paged_on(call.q.device).attend(
             call,
@@ -169,6 +185,13 @@ class FlashMLAAttention:
         if found is None:
             found = PagedAttention(*self._chosen(device), self._workspace(device), self._load_tools())
             self._paged[device] = found
+        return found
+
+    def _gathered_on(self, device: torch.device) -> GatheredPrefill:
+        found = self._gathered.get(device)
+        if found is None:
+            found = GatheredPrefill(*self._chosen(device), self._workspace(device), self._load_tools())
+            self._gathered[device] = found
         return found
 
 

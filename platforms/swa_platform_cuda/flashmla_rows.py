@@ -77,3 +77,111 @@ def tidy_rows(
         rows, lens, is_valid, out_rows, out_lens, rows.stride(0), out_rows.stride(0), rows.shape[1], out_rows.shape[1],
         num_slots,
     )  # fmt: skip
+
+
+@kernel(
+    types={
+        "block_table": "*i32",  # [requests, columns]
+        "seq_lens": "*i32",  # [requests]
+        "column_of_page": "*i32",  # [pages]
+        "table_stride": "i64",
+        "columns": "i32",
+        "ratio": "i32",
+        "page_entries": "i32",
+        "num_pages": "i32",
+    },
+    tuning={"": Tuning(1, 1, tiles={"BLOCK": 256})},
+    keys=_keys,
+)
+def flashmla_mark_columns(
+    block_table, seq_lens, column_of_page, table_stride, columns, ratio, page_entries, num_pages, BLOCK: tl.constexpr
+):
+    request = tl.program_id(0).to(tl.int64)
+    complete = tl.load(seq_lens + request) // ratio
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = (at < columns) & (at < (complete + page_entries - 1) // page_entries)
+    page = tl.load(block_table + request * table_stride + tl.where(live, at, 0), mask=live, other=NONE)
+    live = live & (page >= 0) & (page < num_pages)
+    tl.store(column_of_page + tl.where(live, page, 0), at, mask=live)
+
+
+def mark_columns(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, ratio: int, entries_per_page: int, columns: torch.Tensor
+) -> None:
+    """Write down for each page of these requests in which column of its table it stands; see the twin."""
+    requests, width = block_table.shape
+    launcher = flashmla_mark_columns.on(columns.device)
+    launcher.launch(
+        (requests, cdiv(width, launcher.tiles["BLOCK"]), 1),
+        block_table, seq_lens, columns, block_table.stride(0), width, ratio, entries_per_page, columns.shape[0],
+    )  # fmt: skip
+
+
+@kernel(
+    types={
+        "rows": "*i32",  # [tokens, width]
+        "lens": "*i32",  # [tokens]
+        "token_to_req": "*i32",  # [tokens]
+        "block_table": "*i32",  # [requests, columns]
+        "column_of_page": "*i32",  # [pages]
+        "out": "*i32",  # [tokens, width]
+        "row_stride": "i64",
+        "table_stride": "i64",
+        "out_stride": "i64",
+        "width": "i32",
+        "columns": "i32",
+        "page_entries": "i32",
+        "num_pages": "i32",
+    },
+    tuning={"": Tuning(1, 1, tiles={"BLOCK": 256})},
+    keys=_keys,
+)
+def flashmla_entries(
+    rows, lens, token_to_req, block_table, column_of_page, out, row_stride, table_stride, out_stride, width, columns,
+    page_entries, num_pages, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    length = tl.minimum(tl.load(lens + token), width)
+    table = block_table + tl.load(token_to_req + token).to(tl.int64) * table_stride
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = at < length
+    slot = tl.load(rows + token * row_stride + tl.where(live, at, 0), mask=live, other=NONE)
+    live = live & (slot >= 0)
+    page = tl.where(live, slot, 0) // page_entries
+    live = live & (page < num_pages)
+    page = tl.where(live, page, 0)
+    column = tl.load(column_of_page + page, mask=live, other=0)
+    known = live & (column >= 0) & (column < columns)
+    known = known & (tl.load(table + tl.where(known, column, 0), mask=known, other=NONE) == page)
+    # A page may stand in another column of another request's table, or in none of this one's.
+    missing = live & (known == 0)
+    left = tl.sum(missing.to(tl.int32), axis=0)
+    first = tl.zeros_like(width)
+    while (left > 0) & (first < columns):
+        hit = missing & (page == tl.load(table + first))
+        column = tl.where(hit, first, column)
+        known = known | hit
+        missing = missing & (hit == 0)
+        left = tl.sum(missing.to(tl.int32), axis=0)
+        first += 1
+    entry = tl.where(known, column * page_entries + slot % page_entries, NONE)
+    inside = at < width
+    tl.store(out + token * out_stride + tl.where(inside, at, 0), entry, mask=inside)
+
+
+def entries_of_slots(
+    rows: torch.Tensor,
+    lens: torch.Tensor,
+    token_to_req: torch.Tensor,
+    block_table: torch.Tensor,
+    columns: torch.Tensor,
+    entries_per_page: int,
+    out: torch.Tensor,
+) -> None:
+    """Turn slots of a compressed cache back to entries of each token's request; see the twin."""
+    launcher = flashmla_entries.on(rows.device)
+    launcher.launch(
+        (rows.shape[0], cdiv(rows.shape[1], launcher.tiles["BLOCK"]), 1),
+        rows, lens, token_to_req, block_table, columns, out, rows.stride(0), block_table.stride(0), out.stride(0),
+        rows.shape[1], block_table.shape[1], entries_per_page, columns.shape[0],
+    )  # fmt: skip

@@ -65,8 +65,12 @@ class Workspace:
                 self.take(f"decode {name} lens", decodes)
                 self.take(f"prefill {name} rows", tokens, ceil_to(config.prefill_width + width, PREFILL_WIDTH_MULTIPLE))
                 self.take(f"prefill {name} lens", tokens)
+        if picked:
+            self.take("local entries", tokens, picked)
         self.take("prefill window rows", tokens, ceil_to(config.prefill_width, PREFILL_WIDTH_MULTIPLE))
         self.take("prefill window lens", tokens)
+        self.take("tidied prefill rows", tokens, config.prefill_width)
+        self.take("tidied prefill lens", tokens)
         self.take("kv", workspace_bytes(config) // (2 * HEAD_DIM), 1, HEAD_DIM, dtype=torch.bfloat16)
         for name, rows, padded in (("decode", decodes, heads), ("prefill", PADDED_TOKENS, prefill_heads)):
             if padded != config.num_heads:
