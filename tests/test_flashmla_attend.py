@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("tests.attention_scene", "tests.attention_suite", "tests.flashmla_fake", "tests.flashmla_golden")
+for helper in ("attention_scene", "attention_suite", "flashmla_fake", "flashmla_golden"):
+    pytest.register_assert_rewrite(f"tests.{helper}")
 
 from tests.attention_scene import ProviderUnderTest  # noqa: E402
 from tests.attention_suite import *  # noqa: E402, F403
