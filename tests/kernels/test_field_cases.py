@@ -501,8 +501,7 @@ def test_c7_codes_and_scale_bytes_in_a_page(device: torch.device, dialect: Diale
 # Addresses: interpreted, every test here also checks where dead lanes point (``lanes``)
 
 
-@pytest.mark.simulate
-@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("ragged", [False, pytest.param(True, marks=pytest.mark.simulate)])
 def test_h2_build_with_every_input_at_the_end_of_its_allocation(device: torch.device, ragged: bool) -> None:
     """A table exactly as wide as needed, a window of 3 tokens, tiles of 1024 entries."""
     config = make_config(window=3, k=1, max_num_batched_tokens=32, max_num_seqs=8)
