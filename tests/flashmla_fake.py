@@ -90,7 +90,8 @@ class FakeKernels:
         return out_, lse.unsqueeze(2), tile_scheduler_metadata.clone(), num_splits.clone()
 
     def prefill(
-        self, q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int, attn_sink: Any, topk_length: Any, out_: Any
+        self, q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int, attn_sink: Any, topk_length: Any,
+        out_: Any = None,
     ) -> Any:
         tokens, heads, dim = q.shape
         assert heads in self.prefill_heads, f"Unsupported h_q: {heads}"
