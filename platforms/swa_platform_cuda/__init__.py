@@ -29,7 +29,10 @@ def _load_operations() -> Operations:
 def _load_warmup() -> Callable[..., Any]:
     from swa_backend.kernels.loading import load_warmup
 
-    return load_warmup("cuda")
+    warmup = load_warmup("cuda")
+    import swa_platform_cuda.flashmla_rows  # noqa: F401  # its kernels take part
+
+    return warmup
 
 
 def _load_scheduler(target: Target | None) -> TileScheduler:
