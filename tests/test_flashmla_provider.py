@@ -22,7 +22,7 @@ from swa_platform_cuda import flashmla_provider  # noqa: E402
 from swa_platform_cuda.flashmla_paged import cache_of  # noqa: E402
 from swa_platform_cuda.flashmla_plan import FlashMLATileScheduler, PlanShape, TilePlan  # noqa: E402
 from tests.attention_scene import ProviderUnderTest, Scene, check, mixed  # noqa: E402
-from tests.flashmla_fake import DECODE_SCHEMA, PREFILL_SCHEMA, FakeKernels, fake_backend  # noqa: E402
+from tests.flashmla_fake import DECODE_SCHEMA, PREFILL_SCHEMA, FakeKernels, fake_backend, triton_tools  # noqa: E402
 
 C4 = (4, "fp8_ds_mla", 256)
 C128 = (128, "fp8_ds_mla", 256)
@@ -299,6 +299,27 @@ def test_both_forms_of_prefill(
     check(scene.run(compressed=compressed), scene.expected(seen))
     assert bool(kernels.prefills) == gathers
     assert len(kernels.decodes) == (1 if gathers else 2)
+
+
+@pytest.mark.parametrize("second", [None, C4, C128])
+def test_the_triton_kernels_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: FakeKernels, second: Any
+) -> None:
+    """The same with the kernels that a GPU runs, interpreted."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("SWA_BACKEND_ATTENTION", raising=False)
+    with fake_backend(tmp_path, kernels, tools=triton_tools()) as backend:
+        scene = mixed(ProviderUnderTest("flashmla", backend, "cpu"), second=second)
+        compressed, seen = None, None
+        if second is not None:
+            local = local_entries(scene)
+            compressed, seen = scene.topk(local), seen_by(scene, local)
+            if second is C128:
+                group = scene.metadata.compressed["second"]
+                compressed = (scene.second_cache, group.rows, group.lens)
+                seen = seen_by(scene, torch.arange(64).expand(scene.tokens, -1))
+        check(scene.run(compressed=compressed), scene.expected(seen))
+        assert kernels.prefills
 
 
 def test_p4_combined_rows_are_aligned_and_as_wide_as_the_kernel_wants(
