@@ -20,10 +20,16 @@ from swa_backend.registry import get_backend
 class _What(StrEnum):
     METADATA = "metadata"
     CACHE = "cache"
+    ATTENTION = "attention"
 
 
 def bench(
-    what: Annotated[_What, typer.Argument(help="metadata: the build of a step. cache: write, gather, index rows.")],
+    what: Annotated[
+        _What,
+        typer.Argument(
+            help="metadata: the build of a step. cache: write, gather, index rows. attention: a layer of each type."
+        ),
+    ],
     peer: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Folder with the peer's peer.py, to time beside ours.")
     ] = None,
@@ -42,9 +48,9 @@ def bench(
         )
     import torch
 
-    from swa_backend.bench import cache, metadata
+    from swa_backend.bench import attention, cache, metadata
 
-    run = metadata.run if what is _What.METADATA else cache.run
+    run = {_What.METADATA: metadata.run, _What.CACHE: cache.run, _What.ATTENTION: attention.run}[what]
     report = run(backend, torch.device("cuda", torch.cuda.current_device()), peer)
     if output is not None:
         output.write_text(jsons.dumps(report, indent=1) + "\n")
