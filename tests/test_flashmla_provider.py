@@ -381,6 +381,31 @@ def test_a_second_cache_of_no_known_group_is_read_from_its_pages(
     assert not kernels.prefills
 
 
+@pytest.mark.parametrize("gathers", [True, False])
+def test_steps_of_two_builders_take_turns(
+    provider: ProviderUnderTest, kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch, gathers: bool
+) -> None:
+    """Both are at their first build; what is made once a step is not the other's."""
+    monkeypatch.setattr(flashmla_provider, "PREFILL_GATHERS", gathers)
+    scenes = [Scene(provider, [20], [700], second=C4), Scene(provider, [30], [400], second=C4)]
+    for _ in range(2):
+        for scene in scenes:
+            local = local_entries(scene)
+            check(scene.run(compressed=scene.topk(local)), scene.expected(seen_by(scene, local)))
+            check(scene.run(), scene.expected())
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_prefill_layers_of_a_step_share_their_plan(
+    provider: ProviderUnderTest, kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch, gathers: bool
+) -> None:
+    monkeypatch.setattr(flashmla_provider, "PREFILL_GATHERS", gathers)
+    scene = Scene(provider, [20], [700])
+    for _ in range(3):
+        check(scene.run(), scene.expected())
+    assert kernels.planned == (0 if gathers else 1)
+
+
 # Refusals.
 
 

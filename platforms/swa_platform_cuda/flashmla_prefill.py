@@ -40,6 +40,11 @@ class _Part(NamedTuple):
     end: int
 
 
+def _step(metadata: DeepseekSparseSWAMetadata) -> tuple[int, int]:
+    """Tells a step from any other, those of other builders included."""
+    return metadata.generation, metadata.token_to_req_indices.data_ptr()
+
+
 class GatheredPrefill:
     """Calls of the prefill kernel.
 
@@ -120,7 +125,7 @@ class GatheredPrefill:
         out_rows = self._workspace.take(f"prefill {kind} rows", tokens, width)
         out_lens = self._workspace.take(f"prefill {kind} lens", tokens)
         contents = (
-            "gathered", metadata.generation, tokens, width, capturing(window), id(metadata.block_table),
+            "gathered", metadata.generation, tokens, width, capturing(window),
             *((one.data_ptr(), version_of(one)) for one in (window, window_lens)),
             second and second.pages.num_pages,
         )  # fmt: skip
@@ -163,7 +168,7 @@ class GatheredPrefill:
         rows = second.rows[own]
         name = f"columns of {group.name}"
         columns = self._workspace.take(name, second.pages.num_pages)
-        contents = (metadata.generation, id(group.block_table), capturing(rows), second.pages.num_pages)
+        contents = (*_step(metadata), group.block_table.data_ptr(), capturing(rows), second.pages.num_pages)
         if not self._workspace.holds(name, contents):
             self._tools.mark_columns(
                 group.block_table[metadata.num_decodes :], metadata.seq_lens[metadata.num_decodes :], group.ratio,
@@ -202,7 +207,7 @@ class GatheredPrefill:
         """[R] int32 complete entries of each request, computed once a step."""
         name = f"entry lens of ratio {group.ratio}"
         lens = self._workspace.take(name, metadata.seq_lens.shape[0])
-        contents = (metadata.generation, metadata.seq_lens.data_ptr(), capturing(lens))
+        contents = (*_step(metadata), capturing(lens))
         if not self._workspace.holds(name, contents):
             torch.div(metadata.seq_lens, group.ratio, rounding_mode="floor", out=lens)
         return lens

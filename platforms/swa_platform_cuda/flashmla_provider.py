@@ -83,7 +83,7 @@ class FlashMLAAttention:
         self._workspaces: dict[torch.device, Workspace] = {}
         self._gathered: dict[torch.device, GatheredPrefill] = {}
         self._chunk_size = 1
-        self._prefill_plans: dict[tuple[torch.device, LayerType], TilePlan] = {}
+        self._prefill_plans: dict[tuple[torch.device, LayerType], tuple[tuple[int, int], TilePlan]] = {}
 
     def supports(self, shape: AttentionShape) -> Sequence[str]:
         """Every reason why the shape cannot be served; empty when it can."""
@@ -150,15 +150,17 @@ class FlashMLAAttention:
             slice(metadata.num_decode_tokens, metadata.num_tokens),
             metadata.prefill_swa_indices,
             metadata.prefill_swa_lens,
-            self._prefill_plan(call),
+            self._prefill_plan(call, metadata.prefill_swa_lens),
         )
 
-    def _prefill_plan(self, call: AttentionCall) -> TilePlan:
+    def _prefill_plan(self, call: AttentionCall, lens: torch.Tensor) -> TilePlan:
         """The plan of a step's prefill tokens, which share it among layers of a type as decode tokens do theirs."""
-        key = (call.q.device, layer_type_of(call))
-        plan = self._prefill_plans.get(key)
-        if plan is None or plan.generation != call.metadata.generation:
-            plan = self._prefill_plans[key] = TilePlan(key[1])
+        layer_type, step = layer_type_of(call), (call.metadata.generation, lens.data_ptr())
+        known = self._prefill_plans.get((call.q.device, layer_type))
+        if known is not None and known[0] == step:
+            return known[1]
+        plan = TilePlan(layer_type)
+        self._prefill_plans[call.q.device, layer_type] = (step, plan)
         return plan
 
     def _arch(self, device: torch.device | None) -> str | None:
