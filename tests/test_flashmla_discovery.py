@@ -216,10 +216,10 @@ class TestLibrary:
         assert "gone.so cannot be read" in reasons[0]
 
         def load(name: str) -> None:
-            raise OSError("libcudart.so.13: cannot open shared object file\nmore")
+            raise OSError("Could not load this library") from OSError("libcudart.so.13: cannot open it\nmore")
 
         finder = fake_finder(env={LIBRARY_VARIABLE: str(library)}, load_library=load, operators=lambda name: {})
-        assert "(OSError: libcudart.so.13: cannot open shared object file)" in find_flashmla("90", finder).reasons[0]
+        assert "(OSError: libcudart.so.13: cannot open it)" in find_flashmla("90", finder).reasons[0]
 
 
 class TestPackages:

@@ -36,7 +36,7 @@ def _load_warmup() -> Callable[..., Any]:
 
 
 def _load_scheduler(target: Target | None) -> TileScheduler:
-    from swa_platform_cuda.flashmla_discovery import ARCHS
+    from swa_platform_cuda.flashmla_contents import ARCHS
     from swa_platform_cuda.flashmla_plan import FlashMLATileScheduler
 
     if target is not None and target.arch not in ARCHS:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,17 +20,13 @@ from typing import Any
 import torch
 
 from swa_platform_cuda.flashmla_build import DECODE_HEADS, FlashMLABuild, OperatorPlan, Operators, Package
+from swa_platform_cuda.flashmla_contents import ARCHS, SM90, SM100, Contents
 
 LIBRARY_VARIABLE = "SWA_BACKEND_FLASHMLA_LIBRARY"
 HOW_TO_GET_IT = (
     "no package index carries FlashMLA: install its package flash_mla, vLLM or sgl_kernel, or name a library file in "
     f"{LIBRARY_VARIABLE}"
 )
-SM90 = ("90",)
-SM100 = ("100", "103")
-ARCHS = (*SM90, *SM100)
-
-_V4, _V41, _V41_FP4 = "fp8_ds_mla", "fp8_ds_mla_v41", "fp4_ds_mla_v41"
 _DECODE, _PREFILL = "sparse_decode_fwd", "sparse_prefill_fwd"
 _DECODE_ARGUMENTS = (
     "q", "kv", "indices", "topk_length", "attn_sink", "tile_scheduler_metadata", "num_splits", "extra_kv",
@@ -86,59 +81,6 @@ def _capability(device: torch.device | None) -> str | None:
 def _registered(name: str) -> dict[str, Any]:
     found = [full for full in torch._C._dispatch_get_all_op_names() if full.endswith(f"::{name}")]
     return {full: getattr(getattr(torch.ops, full.split("::")[0]), name).default for full in found}
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What the text and the symbols of a compiled library say is in it."""
-
-    v4_rows: bool
-    v41_rows: bool
-    sm90_decode: bool
-    sm100_decode: bool
-    small_prefill_heads: bool
-    namespaces: frozenset[str]
-
-    @classmethod
-    def of(cls, path: Path, namespaces: Iterable[str] = ()) -> Contents:
-        """Look through a file; no code of it runs. Raises OSError, or ValueError for an empty file."""
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-
-            def has(*texts: str) -> bool:
-                return any(data.find(text.encode()) >= 0 for text in texts)
-
-            v41 = has("ModelType::V41]", "ModelType::V41_FP4]")
-            sm90 = has("4sm906decode6sparse", "4sm906decode10sparse_fp8")
-            return cls(
-                # Builds that know V4.1 name every format they dispatch on; older ones know V4 alone.
-                v4_rows=has("ModelType::V4]", "ModelType::MODEL1]") or (sm90 and not v41),
-                v41_rows=v41,
-                sm90_decode=sm90,
-                sm100_decode=has("5sm1006decode"),
-                small_prefill_heads=has("launch_small_heads"),
-                namespaces=frozenset(one for one in namespaces if has(one)),
-            )
-
-    def pairs(self, arch: str) -> frozenset[tuple[str, str]]:
-        """(window, compressed) layouts that the decode kernel for a chip reads."""
-        found: set[tuple[str, str]] = set()
-        if arch in SM90 and self.sm90_decode and self.v4_rows:
-            found.add((_V4, _V4))
-        if arch in SM100 and self.sm100_decode:
-            found |= {(_V4, _V4)} if self.v4_rows else set()
-            found |= {(_V41, _V41), (_V41, _V41_FP4)} if self.v41_rows else set()
-        return frozenset(found)
-
-    def reasons(self, arch: str) -> tuple[str, ...]:
-        """Why a chip cannot be served at all; empty when it can."""
-        if self.pairs(arch):
-            return ()
-        if self.v41_rows and not self.v4_rows and not self.sm90_decode:
-            return (
-                "an upstream build from 2026-09-30 or later: it reads V4.1 rows (528 and 288 bytes) on sm100 alone, "
-                f"neither the 584-byte V4 cache nor anything on sm{arch}",
-            )
-        return (f"it holds no sparse decode kernel for sm{arch}",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,4 +276,5 @@ def _build(
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]
+    """Of the error that torch wraps, if it does: that one names the library that is missing."""
+    return str(error.__cause__ or error).strip().split("\n", 1)[0]

@@ -17,7 +17,7 @@ from swa_platform_cuda.flashmla_build import (
     FlashMLABuild,
     Keys,
 )
-from swa_platform_cuda.flashmla_discovery import SM100
+from swa_platform_cuda.flashmla_contents import SM100
 from swa_platform_cuda.flashmla_plan import PlanShape, TilePlan, capturing, version_of
 
 if TYPE_CHECKING:
