@@ -382,6 +382,21 @@ def test_a_second_cache_of_no_known_group_is_read_from_its_pages(
 
 
 @pytest.mark.parametrize("gathers", [True, False])
+def test_p5_an_image_that_a_chunk_resumes_inside(
+    provider: ProviderUnderTest, kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch, gathers: bool
+) -> None:
+    """Prefix 300: 277 positions are gathered, so no row starts below 173; rows inside the image look ahead to 400."""
+    monkeypatch.setattr(flashmla_provider, "PREFILL_GATHERS", gathers)
+    images = {"batch": {"spans": {0: [(100, 400)]}}, "config": {"max_image_tokens": 384}}
+    scene = Scene(provider, [150], [450], heads=1, **images)
+    keys = scene.history[0]
+    seen = [keys[173:401] if 300 + t <= 400 else scene.window(t) for t in range(150)]
+    check(scene.run(), scene.expected(seen))
+    used = kernels.prefills if gathers else kernels.decodes
+    assert [call["indices"].shape[2] for call in used] == [512]
+
+
+@pytest.mark.parametrize("gathers", [True, False])
 def test_steps_of_two_builders_take_turns(
     provider: ProviderUnderTest, kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch, gathers: bool
 ) -> None:
