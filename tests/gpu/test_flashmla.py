@@ -20,7 +20,7 @@ from swa_backend.groups import CompressedGroup  # noqa: E402
 from swa_backend.layer_types import LayerType  # noqa: E402
 from swa_backend.registry import get_backend  # noqa: E402
 from swa_backend.topk import map_topk  # noqa: E402
-from swa_backend.write import write_kv  # noqa: E402
+from swa_backend.write import write_kv as store_keys  # noqa: E402
 from swa_platform_cuda import flashmla_provider  # noqa: E402
 from tests.attention_scene import ProviderUnderTest, Scene, check, mixed  # noqa: E402
 from tests.attention_suite import *  # noqa: E402, F403
@@ -87,7 +87,7 @@ class Model:
             slots = torch.arange(cache.pages.entries, cache.pages.num_slots, device=self.device)
             for some in slots.split(65536):
                 k = torch.randn(len(some), 512, generator=generator, device=self.device).bfloat16()
-                write_kv(k, cache, some)
+                store_keys(k, cache, some)
         self.table, self.tables = pages[1], {ratio: pages[ratio] for ratio in self.second}
         self.builder = self.backend.get_builder_cls()(
             self.cache.get_kv_cache_spec(config), ["layers.0"], config, self.device,
@@ -132,7 +132,7 @@ class Model:
         )  # fmt: skip
         groups = {f"c{ratio}": (table, self.slots) for ratio, table in self.tables.items()}
         metadata = self.builder.capture_build(self.REQUESTS, self.REQUESTS, batch, groups)
-        write_kv(self.k, self.cache, self.slots)
+        store_keys(self.k, self.cache, self.slots)
         four = self.second[4]
         rows, lens = map_topk(
             self.picked, metadata.token_to_req_indices, self.seq_lens - 1, self.tables[4], four.entries_per_page,
