@@ -85,10 +85,11 @@ def attend(
         check_metadata(metadata, q)
         pages, rows = check_caches(q, metadata, cache, compressed)
         tokens = metadata.num_tokens
+        whole = tokens == q.shape[0]
         call = AttentionCall(
-            q=q[:tokens],
-            out=out[:tokens],
-            lse=None if lse is None else lse[:tokens],
+            q=q if whole else q[:tokens],
+            out=out if whole else out[:tokens],
+            lse=lse if lse is None or whole else lse[:tokens],
             metadata=metadata,
             pages=pages,
             attn_sink=attn_sink,

@@ -220,7 +220,7 @@ def check_same_layout(field: str, found: PageLayout, expected: PageLayout) -> No
     Raises:
         CacheError: they differ.
     """
-    if found != expected:
+    if found is not expected and found != expected:
         raise CacheError(
             field,
             found=_describe(found),

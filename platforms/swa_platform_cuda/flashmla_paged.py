@@ -144,7 +144,8 @@ class PagedAttention:
         layer_type = layer_type_of(call)
         cache = cache_of(call.pages, self._arch)
         extra_cache = None if second is None else cache_of(second.pages, self._arch)
-        valid = metadata.is_valid_token[tokens]
+        whole = tokens.start == 0 and tokens.stop == call.q.shape[0]
+        valid = metadata.is_valid_token if whole else metadata.is_valid_token[tokens]
         heads = padded_heads(call.q.shape[1], DECODE_HEADS)
         given = [lens]
         extra_width = None
@@ -161,9 +162,8 @@ class PagedAttention:
         if second is not None and extra_cache is not None:
             complete = layer_type is LayerType.C128A and is_group_rows(call)
             name = f"{kind} {'complete' if complete else 'picked'}"
-            tidied = self._tidy(
-                call, name, second.rows[tokens], second.lens[tokens], valid, second.pages, once=complete
-            )
+            own = (second.rows, second.lens) if whole else (second.rows[tokens], second.lens[tokens])
+            tidied = self._tidy(call, name, *own, valid, second.pages, once=complete)
             extra = Keys(extra_cache, *tidied)
         self._launch(call, kind, tokens, heads, keys, extra, vendor_plan)
 
@@ -204,7 +204,8 @@ class PagedAttention:
         vendor_plan: Any,
     ) -> None:
         given = call.q.shape[1]
-        q, out = call.q[tokens], call.out[tokens]
+        whole = tokens.start == 0 and tokens.stop == call.q.shape[0]
+        q, out = (call.q, call.out) if whole else (call.q[tokens], call.out[tokens])
         count = q.shape[0]
         if heads != given or not bulk_copies(q):
             padded = self._workspace.take(f"{kind} q", count, heads, HEAD_DIM, dtype=torch.bfloat16)

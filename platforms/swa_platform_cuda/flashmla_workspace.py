@@ -18,6 +18,7 @@ PADDED_TOKENS = 1024
 """Prefill tokens whose heads are padded at a time."""
 
 C128 = 128
+MOST_VIEWS = 4096  # kept at a time: making one costs a layer's call two tensor operations
 
 
 class Workspace:
@@ -31,17 +32,25 @@ class Workspace:
         self._buffers: dict[str, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
         self._contents: dict[str, object] = {}
+        self._views: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     def take(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """A contiguous tensor at the start of a buffer, which holds what its last user left there, zeros at first."""
+        found = self._views.get((name, shape))
+        if found is not None:
+            return found
         size = prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             if buffer is not None:
                 self._outgrown.append(buffer)
                 self._contents.pop(name, None)
+                self._views.clear()
             buffer = self._buffers[name] = torch.zeros(size, dtype=dtype, device=self.device)
-        return buffer[:size].view(shape)
+        if len(self._views) >= MOST_VIEWS:
+            self._views.clear()
+        found = self._views[name, shape] = buffer[:size].view(shape)
+        return found
 
     def holds(self, name: str, contents: object) -> bool:
         """Whether a buffer was last filled with these contents; if not, it is about to be."""
