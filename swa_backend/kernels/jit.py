@@ -129,6 +129,7 @@ class Kernel:
             raise TypeError(f"{fn.__name__}: 'types' must name the leading arguments in order, not {tuple(types)}")
         fn.__annotations__.update(types)
         self.name = fn.__name__
+        self.package = fn.__module__.partition(".")[0]
         self.types = dict(types)
         self.constants = names[len(types) :]
         self.tuning = dict(tuning)

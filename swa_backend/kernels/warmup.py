@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from contextvars import copy_context
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, str], object]
 MOST_WORKERS = 16
+SHARED = "swa_backend"
 
 
 def warmup(
@@ -38,7 +39,7 @@ def warmup(
     mounted_at: Path | str | None = None,
     workers: int | None = None,
 ) -> tuple[str, ...]:
-    """Compile every key that ``config`` can need; kernels of all modules imported so far take part.
+    """Compile every key that ``config`` can need: of the shared kernels, and of the platform's own imported so far.
 
     A backend with a target compiles for that chip, which need not be here, into a Triton cache. One without compiles
     for ``device`` and loads what it compiles; afterwards ``SWA_BACKEND_JIT_STRICT=1`` makes any other key an error.
@@ -60,28 +61,34 @@ def warmup(
         Exception: whatever Triton's compiler raises.
     """
     dialects = {role: backend.cache_dialect(role) for role in CacheRole}
+    # Another platform may have been loaded in this process; its kernels are not for this one's chips.
+    packages = {SHARED, backend.get_builder_cls().__module__.partition(".")[0]}
     if backend.target is None:
         place = device if device is not None else torch.device("cpu" if INTERPRETED else "cuda")
         mark_warm(False)
-        names = _compile_all(list(launchers_of(config, dialects, place)), progress, workers)
+        names = _compile_all(list(launchers_of(config, dialects, place, packages)), progress, workers)
         mark_warm()
         return names
     from swa_backend.kernels.offline import compile_only
 
     with compile_only(backend.target, cache=cache, mounted_at=mounted_at):
-        launchers = list(launchers_of(config, dialects, torch.device("cpu")))
+        launchers = list(launchers_of(config, dialects, torch.device("cpu"), packages))
         return _compile_all(launchers, progress, workers, again=True)  # perhaps for another cache than before
 
 
 def launchers_of(
-    config: BackendConfig, dialects: Mapping[CacheRole, Dialect], device: torch.device
+    config: BackendConfig, dialects: Mapping[CacheRole, Dialect], device: torch.device, packages: Collection[str]
 ) -> Iterable[Launcher]:
-    """The launcher of every key that a configuration can need on a device, kernels that do not serve it left out."""
+    """The launcher of every key that a configuration can need on a device, of kernels in ``packages`` that serve it."""
     index = None
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
     target = target_of(index)
-    return (one.on(device, **key) for one, key in keys_of(config, dialects) if one.serves(target))
+    return (
+        one.on(device, **key)
+        for one, key in keys_of(config, dialects)
+        if one.package in packages and one.serves(target)
+    )
 
 
 def keys_of(
