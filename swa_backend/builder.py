@@ -346,16 +346,12 @@ def _check_names(names: list[str]) -> None:
 
 
 def _check_spec(spec: KVCacheSpec, config: BackendConfig) -> None:
-    """Refuse the spec of a cache that the configuration does not describe."""
-    for field, found, legal in (
-        ("sliding_window", spec.sliding_window, config.model.window_size),
-        ("block_size", spec.block_size, config.page_tokens),
-        ("layout", spec.layout.name, config.cache_layout),
-    ):
-        if found != legal:
-            raise ConfigError(
-                f"kv_cache_spec.{field}",
-                found=found,
-                legal=f"{legal}, as the configuration says",
-                fix="Make the DeepseekV4SWACache with the window, page size and layout of the configuration.",
-            )
+    """The window has to be the model's; page size and layout are the cache's own, whatever the configuration asks for."""
+    window = config.model.window_size
+    if spec.sliding_window != window:
+        raise ConfigError(
+            "kv_cache_spec.sliding_window",
+            found=spec.sliding_window,
+            legal=f"the model's window of {window} tokens",
+            fix="Pass the spec of a DeepseekV4SWACache made for this model.",
+        )

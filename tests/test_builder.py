@@ -471,13 +471,15 @@ def test_group_inputs_of_another_form_are_refused(groups: Any, field: str) -> No
     assert error.value.field == field
 
 
-@pytest.mark.parametrize(
-    ("field", "options"), [("block_size", {"page_tokens": 256}), ("layout", {"cache_layout": "bf16"})]
-)
-def test_spec_of_a_cache_that_the_configuration_does_not_describe(field: str, options: dict[str, Any]) -> None:
-    spec = make_builder(make_config()).kv_cache_spec
-    with pytest.raises(ConfigError, match=rf"^kv_cache_spec\.{field}: "):
-        get_backend("cpu").get_builder_cls()(spec, [], make_config(**options), "cpu")
+def test_page_size_is_that_of_the_cache() -> None:
+    """An engine may give one group other pages than the configuration names; rows follow the cache."""
+    config = make_config(page_tokens=64)
+    spec = make_builder(make_config(page_tokens=256)).kv_cache_spec
+    builder = get_backend("cpu").get_builder_cls()(spec, [], config, "cpu")
+    batch = Batch([1], [300], page_tokens=256, table=[[5, 2]])
+    metadata = builder.build(0, batch.metadata())
+    assert metadata.block_size == 256
+    assert metadata.decode_swa_indices[0, 0].tolist() == [*range(5 * 256 + 172, 6 * 256), *range(2 * 256, 2 * 256 + 44)]
 
 
 def test_nothing_is_built_when_host_lengths_are_missing() -> None:
