@@ -346,7 +346,7 @@ def _check_names(names: list[str]) -> None:
 
 
 def _check_spec(spec: KVCacheSpec, config: BackendConfig) -> None:
-    """The window has to be the model's; page size and layout are the cache's own, whatever the configuration asks for."""
+    """The window has to be the model's; page size and layout are the cache's own, whatever the configuration says."""
     window = config.model.window_size
     if spec.sliding_window != window:
         raise ConfigError(
