@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swa_backend._checks import show
-from swa_backend._memory import memory_span
+from swa_backend._memory import overlap
 from swa_backend.batch import check_tensor
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache
 from swa_backend.cache_layout import HEAD_DIM, check_same_layout
@@ -56,8 +56,6 @@ def check_output(out: torch.Tensor, q: torch.Tensor) -> None:
     check_tensor("out", out, torch.bfloat16, tuple(q.shape), q.device)
     if not out.numel():
         return
-    if out.is_contiguous() and q.is_contiguous() and _apart(out, q):
-        return
     rows, heads, dim = out.shape
     row_stride, head_stride, _ = out.stride()
     by_row = (heads == 1 or head_stride >= dim) and (rows == 1 or row_stride > (heads - 1) * head_stride + dim - 1)
@@ -69,16 +67,10 @@ def check_output(out: torch.Tensor, q: torch.Tensor) -> None:
             legal="a tensor whose rows lie apart",
             fix="Pass a buffer of its own, not an expanded one.",
         )
-    (out_first, out_last), (q_first, q_last) = memory_span(out), memory_span(q)
-    if out_first < q_last and q_first < out_last:
+    if overlap(out, q):
         raise BatchError(
             "out", found="memory that q spans", legal="memory apart from q", fix="Pass another buffer, or None."
         )
-
-
-def _apart(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two contiguous tensors of one size share no byte."""
-    return abs(first.data_ptr() - second.data_ptr()) >= first.nbytes
 
 
 def check_scale(scale: float) -> float:

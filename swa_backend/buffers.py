@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from swa_backend._math import cdiv, ceil_to
+from swa_backend.cache_layout import SLOT_LIMIT
 from swa_backend.config import BackendConfig
 from swa_backend.errors import BatchError
 from swa_backend.groups import CompressedGroup, SwaGroup
 from swa_backend.layer_types import LayerType
 
 ROW_BLOCK = 64  # widths of rows of complete entries are whole blocks of keys
-SLOT_LIMIT = 2**31
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,18 +279,17 @@ class DeepseekSparseSWAMetadataBuilder:
             inputs.append((table, slots))
         return tuple(inputs)
 
-    def _spans(self, batch: CommonAttentionMetadata, split: Split) -> torch.Tensor | None:
+    def _spans(
+        self, batch: CommonAttentionMetadata, split: Split, prefill: PrefillHostLens | None
+    ) -> torch.Tensor | None:
         """This step's spans on the device, or None when no prefill request has one that matters."""
         if self._upload_spans is None or not batch.mm_req_doc_ranges:
             return None
         check_spans(batch.mm_req_doc_ranges, batch.num_reqs, self.config.max_image_tokens)
-        if not any(own and request >= split.num_decodes for request, own in batch.mm_req_doc_ranges.items()):
+        if prefill is None or not any(own and r >= split.num_decodes for r, own in batch.mm_req_doc_ranges.items()):
             return None
-        seq_lens, query_lens, _ = self._prefill_host_lens(batch, split)
-        prefixes = (seq_lens - query_lens).tolist()
-        return self._upload_spans(
-            spans_in_step(batch.mm_req_doc_ranges, split.num_decodes, prefixes, seq_lens.tolist())
-        )
+        prefixes, seq_lens = (prefill.seq_lens - prefill.query_lens).tolist(), prefill.seq_lens.tolist()
+        return self._upload_spans(spans_in_step(batch.mm_req_doc_ranges, split.num_decodes, prefixes, seq_lens))
 
     def _prefill_host_lens(self, batch: CommonAttentionMetadata, split: Split) -> PrefillHostLens:
         first = split.num_decodes
@@ -315,11 +314,13 @@ class DeepseekSparseSWAMetadataBuilder:
                 one.plans = {**NO_PLANS, **self.backend.scheduler.fresh_plans(self._present_types)}
 
     def _run(self, batch: CommonAttentionMetadata, split: Split, inputs: StepInputs) -> DeepseekSparseSWAMetadata:
+        # Everything that may be refused comes before the launch.
+        prefill = self._prefill_host_lens(batch, split) if split.num_prefills else None
         step = BuildStep(
             batch.query_start_loc,
             batch.seq_lens,
             batch.replay_start,
-            self._spans(batch, split),
+            self._spans(batch, split, prefill),
             inputs,
             batch.num_reqs,
             split.num_decode_tokens + split.num_prefill_tokens,
@@ -328,8 +329,6 @@ class DeepseekSparseSWAMetadataBuilder:
             batch.max_query_len,
             batch.causal,
         )
-        # Everything that may be refused comes before the launch.
-        prefill = self._prefill_host_lens(batch, split) if split.num_prefills else None
         if step.num_tokens:
             self._build_indices(step)
         self._builds.value += 1

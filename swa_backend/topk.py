@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from swa_backend._memory import memory_span
+from swa_backend._memory import overlap
 from swa_backend.batch import check_tensor
 from swa_backend.errors import BatchError
 
@@ -111,10 +111,8 @@ def _check_apart(slots: torch.Tensor, lens: torch.Tensor, topk: torch.Tensor) ->
             legal=f"rows at least {slots.shape[1]} apart",
             fix="Pass a buffer of its own, not an expanded one.",
         )
-    first, last = memory_span(topk)
     for field, written in (("out[0]", slots), ("out[1]", lens)):
-        begin, end = memory_span(written)
-        if begin < last and first < end:
+        if overlap(written, topk):
             raise BatchError(
                 field,
                 found="memory that topk spans",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swa_backend._math import cdiv
 from swa_backend.batch import CommonAttentionMetadata
 from swa_backend.buffers import GroupPages
 from swa_backend.errors import ValidationError
@@ -122,7 +123,7 @@ def _validate_tables(
             tokens = slice(int(starts[request]), int(starts[request + 1]))
             if not bool((slots[tokens] >= 0).any()):
                 continue
-            first, last = int(begin[request]) // entries, -(-int(end[request]) // entries)
+            first, last = int(begin[request]) // entries, cdiv(int(end[request]), entries)
             if last > table.shape[1]:
                 _refuse(
                     f"block table of {name}, request {request}",

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swa_backend._math import ceil_to
+from swa_backend._math import cdiv, ceil_to
 from swa_backend.chunk_plan import workspace_bytes
+from swa_backend.layer_types import LayerType
 from swa_platform_cuda.flashmla_build import DECODE_WIDTH_MULTIPLE, HEAD_DIM, PREFILL_WIDTH_MULTIPLE
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 PADDED_TOKENS = 1024
 """Prefill tokens whose heads are padded at a time."""
 
-C128 = 128
 MOST_VIEWS = 4096  # kept at a time: making one costs a layer's call two tensor operations
 
 
@@ -65,7 +65,7 @@ class Workspace:
         decodes = min(tokens, config.scheduler.max_num_seqs * config.decode_threshold)
         layers = config.model.present_layer_types
         picked = config.model.index_topk if any(layer.indexed for layer in layers) else 0
-        full = -(-config.scheduler.max_model_len // C128) if any(layer.ratio == C128 for layer in layers) else 0
+        full = cdiv(config.scheduler.max_model_len, LayerType.C128A.ratio) if LayerType.C128A in layers else 0
         self.take("decode window rows", decodes, ceil_to(config.max_decode_width, DECODE_WIDTH_MULTIPLE))
         self.take("decode window lens", decodes)
         for name, width in (("picked", picked), ("complete", full)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from swa_backend._math import cdiv
 from swa_backend.backend import Backend
 from swa_backend.batch import CommonAttentionMetadata
 from swa_backend.bench.peer import load_peer
@@ -85,7 +86,7 @@ def _builder(backend: Backend, device: torch.device) -> DeepseekSparseSWAMetadat
 def _pages(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Block table [R, C] and slots [T]; pages scattered over the cache."""
     generator = torch.Generator().manual_seed(0)
-    columns = -(-max(case.seq_lens) // PAGE_TOKENS)
+    columns = cdiv(max(case.seq_lens), PAGE_TOKENS)
     count = len(case.seq_lens) * columns
     table = torch.randperm(count, generator=generator, dtype=torch.int32).view(len(case.seq_lens), columns)
     slots = [

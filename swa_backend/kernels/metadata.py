@@ -187,20 +187,16 @@ def compressed_rows(
 
 
 def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Iterable[Mapping[str, object]]:
-    """Every key that a configuration can need, on a platform with and on one without ragged rows."""
+    """Causal steps with and without spans and replay, and non-causal draft steps; with ragged rows and without."""
+    window, prefill_width = config.model.window_size, config.prefill_width
     for ragged in (False, True):
-        yield from metadata_keys(config, ragged=ragged)
-
-
-def metadata_keys(config: BackendConfig, *, ragged: bool) -> Iterable[dict[str, object]]:
-    """Every key of one platform: causal steps with and without spans and replay, and non-causal draft steps."""
-    for images in (False, True) if config.max_image_tokens else (False,):
-        for replay in (False, True):
-            yield metadata_key(config.model.window_size, config.causal_decode_width, config.prefill_width,
-                               causal=True, images=images, replay=replay, ragged=ragged)  # fmt: skip
-    if config.non_causal_width:
-        yield metadata_key(config.model.window_size, config.non_causal_width, config.prefill_width,
-                           causal=False, images=False, replay=False, ragged=ragged)  # fmt: skip
+        for images in (False, True) if config.max_image_tokens else (False,):
+            for replay in (False, True):
+                yield metadata_key(window, config.causal_decode_width, prefill_width,
+                                   causal=True, images=images, replay=replay, ragged=ragged)  # fmt: skip
+        if config.non_causal_width:
+            yield metadata_key(window, config.non_causal_width, prefill_width,
+                               causal=False, images=False, replay=False, ragged=ragged)  # fmt: skip
 
 
 def metadata_key(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton.language as tl
 
+from swa_backend.cache_layout import SLOT_LIMIT
 from swa_backend.kernels.jit import Tuning, device_function, kernel
 from swa_backend.kernels.paging import divisor, quotient, table_rows
 
@@ -24,12 +25,11 @@ if TYPE_CHECKING:
 
 NONE: tl.constexpr = tl.constexpr(-1)
 LAST: tl.constexpr = tl.constexpr(2**31 - 1)
-MAX_SLOTS = 2**31
 
 
 def page_numbers(entries_per_page: int, num_pages: int | None) -> tuple[int, int, int, int]:
     """The run-time arguments page_entries, magic, shift and num_pages of `pages_of`."""
-    last = MAX_SLOTS // entries_per_page + 1  # one past the last page that has a slot which fits int32
+    last = SLOT_LIMIT // entries_per_page + 1  # one past the last page that has a slot which fits int32
     return entries_per_page, *divisor(entries_per_page), last if num_pages is None else min(num_pages, last)
 
 

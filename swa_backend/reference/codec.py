@@ -67,26 +67,26 @@ def _quantise_groups(values: torch.Tensor, dialect: Dialect) -> tuple[torch.Tens
     return codes, scales.to(torch.uint8)
 
 
-def write_kv(k: torch.Tensor, view: PageView, slot_mapping: torch.Tensor) -> None:
+def write_kv(k: torch.Tensor, pages: PageView, slot_mapping: torch.Tensor) -> None:
     """Quantise keys and store them in their slots; the padding of a page is not touched.
 
     Args:
         k: [>= T, 512] bf16 or another float dtype, any strides.
-        view: pages to write.
-        slot_mapping: [T] int64. A slot that is negative, or at or past ``view.num_slots``, stores nothing. Of equal
+        pages: pages to write.
+        slot_mapping: [T] int64. A slot that is negative, or at or past ``pages.num_slots``, stores nothing. Of equal
             slots the last one wins, with its data and its scales.
 
     Raises:
         CacheError: the layout is read only.
     """
-    wanted = ((slot_mapping >= 0) & (slot_mapping < view.num_slots)).nonzero().squeeze(1)
+    wanted = ((slot_mapping >= 0) & (slot_mapping < pages.num_slots)).nonzero().squeeze(1)
     slots, order = slot_mapping[wanted].sort(stable=True)
     last = torch.ones_like(slots, dtype=torch.bool)
     torch.ne(slots[:-1], slots[1:], out=last[:-1])
     slots, tokens = slots[last], wanted[order[last]]
     for begin in range(0, slots.numel(), _CHUNK):
         chunk = slice(begin, begin + _CHUNK)
-        _store(view, slots[chunk], *quantise(k[tokens[chunk]], view.layout, view.scale))
+        _store(pages, slots[chunk], *quantise(k[tokens[chunk]], pages.layout, pages.scale))
 
 
 def _store(view: PageView, slots: torch.Tensor, data: torch.Tensor, scales: torch.Tensor) -> None:
@@ -159,7 +159,7 @@ def _fetch(view: PageView, offsets: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def gather_kv(
-    view: PageView,
+    pages: PageView,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     gather_lens: torch.Tensor | None,
@@ -169,11 +169,11 @@ def gather_kv(
     """Dequantise the last entries of each request to a workspace; other rows of it are not touched.
 
     Position ``seq_lens[r] - gather_lens[r] + j`` goes to ``out[r, offset + j]``. A position whose page is negative or
-    at or past ``view.num_pages``, or that lies outside the table, gives a zero row. Rows past the workspace's end are
+    at or past ``pages.num_pages``, or that lies outside the table, gives a zero row. Rows past the workspace's end are
     not written.
 
     Args:
-        view: pages to read.
+        pages: pages to read.
         block_table: [R, C] int32 page numbers.
         seq_lens: [R] int32 entries of each request.
         gather_lens: [R] int32 entries to read of each; None = all.
@@ -181,7 +181,7 @@ def gather_kv(
         offset: first row of ``out`` to write.
     """
     for request, position, row in _gathered(seq_lens, gather_lens, out.shape[1], offset):
-        rows = dequantise_slots(view, _slots(view, block_table, request, position))
+        rows = dequantise_slots(pages, _slots(pages, block_table, request, position))
         out[request, row] = rows.to(out.dtype)
 
 
