@@ -25,7 +25,7 @@ from swa_backend.image_spans import SpanUpload, check_spans, spans_in_step
 from swa_backend.layer_types import LayerType
 from swa_backend.metadata import NO_PLANS, BuildCount, DeepseekSparseSWAMetadata
 from swa_backend.metadata_assembly import MetadataAssembler, PrefillHostLens
-from swa_backend.platform import NoTileScheduler, require_device
+from swa_backend.platform import require_device
 from swa_backend.provider_choice import attention_shape, choose_provider
 from swa_backend.split import Split, split_decodes_and_prefills
 from swa_backend.step import BuildStep
@@ -88,6 +88,7 @@ class DeepseekSparseSWAMetadataBuilder:
         self.decode_threshold = config.decode_threshold
         self.shape = attention_shape(config, kv_cache_spec, self.backend, self.device)
         self.provider = choose_provider(self.backend, self.shape)
+        self.provider.reserve(config, self.device)
 
         main = SwaGroup(MAIN_GROUP, self.block_size, num_pages)
         further = [replace(g, page_tokens=g.page_tokens or self.block_size) for g in swa_groups]
@@ -104,7 +105,6 @@ class DeepseekSparseSWAMetadataBuilder:
             SpanUpload(config.scheduler.max_num_batched_tokens, self.device) if config.max_image_tokens else None
         )
         self._present_types: tuple[LayerType, ...] = config.model.present_layer_types
-        self._takes_plans = not isinstance(self.backend.scheduler, NoTileScheduler)
 
     def set_num_pages(self, num_pages: int, group: str = MAIN_GROUP) -> None:
         """Tell how many pages a group's cache has, once it is bound.
@@ -309,7 +309,7 @@ class DeepseekSparseSWAMetadataBuilder:
 
     def _give_plans(self, metadata: DeepseekSparseSWAMetadata) -> None:
         """Fresh, empty plans for every sliding-window group of a step that decodes."""
-        if self._takes_plans and metadata.num_decode_tokens:
+        if self.provider.takes_plans and metadata.num_decode_tokens:
             for one in (metadata, *metadata.groups.values()):
                 one.plans = {**NO_PLANS, **self.backend.scheduler.fresh_plans(self._present_types)}
 

@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from swa_backend.cache_layout import PageLayout
+    from swa_backend.config import BackendConfig
     from swa_backend.metadata import DeepseekSparseSWAMetadata
     from swa_backend.pages import PageView
 
@@ -53,12 +54,25 @@ class AttentionCall:
 
 
 class AttentionProvider(Protocol):
-    """Kernels behind one name."""
+    """Kernels behind one name. A class that derives from this inherits what is optional.
+
+    Attributes:
+        name: as in ``SWA_BACKEND_ATTENTION``.
+        takes_plans: whether its decodes use the plans of the platform's tile scheduler; only then are any made.
+    """
 
     name: str
+    takes_plans: bool = False
 
     def supports(self, shape: AttentionShape) -> Sequence[str]:
         """Every reason why the shape cannot be served; empty when it can."""
+
+    def reserve(self, config: BackendConfig, device: torch.device) -> None:
+        """Allocate what the steps of a configuration take on a device; called once by each builder.
+
+        No call of `decode` or `prefill` may allocate device memory of its own.
+        """
+        return None  # not abstract: most kernels keep nothing
 
     def decode(self, call: AttentionCall) -> None:
         """Write the rows of the decode tokens, padded ones included."""

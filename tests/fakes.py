@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+from swa_backend.backend import Backend
 from swa_backend.discovery import Registry
 from swa_backend.machine import Machine
 from swa_backend.platform import NoTileScheduler, Platform, Probe
+from swa_backend.reference.provider import ReferenceAttention
+from swa_backend.registry import get_backend
 
 OWN = "swa-backend"
 
@@ -92,3 +95,29 @@ def own(platform: Platform) -> FakePoint:
 
 def registry_of(*points: FakePoint) -> Registry:
     return Registry(points)  # type: ignore[arg-type]
+
+
+class Plan:
+    """A plan holder that a kernel would fill."""
+
+
+class PlanScheduler:
+    """A fresh plan for every layer type."""
+
+    def fresh_plans(self, layer_types: Sequence[Any]) -> Mapping[Any, Plan]:
+        return {layer_type: Plan() for layer_type in layer_types}
+
+
+class PlanningAttention(ReferenceAttention):
+    """The reference, as if its kernels took plans."""
+
+    takes_plans = True
+
+
+def planning_backend() -> Backend:
+    """The CPU platform with kernels that take plans."""
+    changes: dict[str, Any] = {
+        "load_scheduler": lambda target: PlanScheduler(),
+        "load_providers": lambda target: (PlanningAttention(),),
+    }
+    return Backend(replace(get_backend("cpu").platform, **changes))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from swa_backend.backend import Backend
 from swa_backend.builder import DeepseekSparseSWAMetadataBuilder
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache
 from swa_backend.errors import BatchError, ConfigError, PlatformError, ProviderError
@@ -17,6 +15,7 @@ from swa_backend.groups import CompressedGroup, SwaGroup
 from swa_backend.layer_types import LayerType, ModelVersion
 from swa_backend.metadata import DeepseekSparseSWAMetadata
 from swa_backend.registry import get_backend
+from tests.fakes import planning_backend
 from tests.support import Batch, make_builder, make_config
 
 MIXED = Batch([1, 2, 40, 30], [130, 20, 300, 30], spans={2: [(270, 279)]}, padding=3)
@@ -247,20 +246,6 @@ class TestMetadata:
             rows = len(queries) if "replay_start" in name else 1 if "indptr" in name else 0
             assert tensor.shape[0] == rows, name
         assert metadata.slot_mapping.shape == (0,)
-
-
-class Plan:
-    """A plan holder that a kernel would fill."""
-
-
-class Scheduler:
-    def fresh_plans(self, layer_types: Sequence[LayerType]) -> Mapping[LayerType, Any]:
-        return {layer_type: Plan() for layer_type in layer_types}
-
-
-def planning_backend() -> Backend:
-    """The CPU platform with kernels that take plans."""
-    return Backend(dataclasses.replace(get_backend("cpu").platform, load_scheduler=lambda target: Scheduler()))
 
 
 class TestPlans:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from swa_backend.backend import Backend
-from swa_backend.registry import get_backend
+from tests.fakes import planning_backend
 from tests.support import GoldenCase, golden_cases, load_golden, make_builder
 
 SAME = [
@@ -131,20 +128,11 @@ def test_draft_updates_equal_the_recording(path: Path) -> None:
             assert getattr(metadata, field).tolist() == expected.tolist(), (step, field)
 
 
-class Scheduler:
-    """Makes a plan of every type, as the recorded implementation's kernels take one."""
-
-    def fresh_plans(self, layer_types: Any) -> Any:
-        return {layer_type: object() for layer_type in layer_types}
-
-
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_plans_exist_for_the_recorded_layer_types(path: Path) -> None:
     """By the names of the recorded implementation; none where, as on a CPU, no kernel takes a plan."""
     case = load_golden(path)
-    platform = get_backend("cpu").platform
-    planning = Backend(dataclasses.replace(platform, load_scheduler=lambda target: Scheduler()))
-    for backend, expected in ((planning, set(case["expected/tile_sched_present"])), (None, set())):
+    for backend, expected in ((planning_backend(), set(case["expected/tile_sched_present"])), (None, set())):
         metadata = make_builder(case.config(), backend=backend).build(0, case.batch())
         kinds = ("swaonly", "c1a", "c2a", "c4a", "c128a")
         assert {kind for kind in kinds if getattr(metadata, f"tile_sched_{kind}") is not None} == expected

@@ -34,7 +34,7 @@ ACME = '''
 
 import os
 
-from swa_backend import AttentionCall, NoTileScheduler, Platform, Probe
+from swa_backend import AttentionCall, AttentionProvider, NoTileScheduler, Platform, Probe
 
 calls = []
 
@@ -59,7 +59,7 @@ def load_operations():
     return ReferenceOperations()
 
 
-class AcmeAttention:
+class AcmeAttention(AttentionProvider):
     name = "acme-kernels"
 
     def supports(self, shape):

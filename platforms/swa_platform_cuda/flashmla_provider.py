@@ -9,6 +9,7 @@ import torch
 
 from swa_backend.cache_layout import Dialect
 from swa_backend.layer_types import LayerType
+from swa_backend.provider import AttentionProvider
 from swa_platform_cuda.flashmla_build import DECODE_HEADS, HEAD_DIM, FlashMLABuild
 from swa_platform_cuda.flashmla_discovery import Finder, Found, find_flashmla
 from swa_platform_cuda.flashmla_paged import PagedAttention, layer_type_of, padded_heads
@@ -58,7 +59,7 @@ def triton_tools() -> RowTools:
     return RowTools(tidy_rows, mark_columns, entries_of_slots, combine_rows, operations)
 
 
-class FlashMLAAttention:
+class FlashMLAAttention(AttentionProvider):
     """The first FlashMLA build of this machine that serves the chip.
 
     Args:
@@ -68,6 +69,7 @@ class FlashMLAAttention:
     """
 
     name = "flashmla"
+    takes_plans = True
 
     def __init__(
         self,

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from swa_backend.provider import AttentionCall, AttentionShape
+from swa_backend.provider import AttentionCall, AttentionProvider, AttentionShape
 from swa_backend.reference.attention import Segment, sparse_attention
 
 _MAX_HEADS = 128
 _HEAD_DIM = 512
 
 
-class ReferenceAttention:
+class ReferenceAttention(AttentionProvider):
     """Exact in float32, for every cache layout, one or two caches. Slow on a GPU: it is there to compare with."""
 
     name = "reference"
