@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.command("replay")(replay)
 app.command("doctor")(doctor)
 app.command("warmup")(warmup)
-app.command("bench")(bench)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:
