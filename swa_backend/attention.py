@@ -70,9 +70,26 @@ def attend(
         CacheError: a cache is not bound, not the kind or of the page size or layout that the metadata was built for.
         ValidationError: in validation mode, a value breaks a rule.
     """
-    if torch.is_grad_enabled():  # a model's sinks are parameters, and what is written in place has no gradient
-        with torch.no_grad():
-            return attend(q, metadata, cache, attn_sink, scale, compressed, out, return_lse)
+    if not torch.is_grad_enabled():
+        return _attend(q, metadata, cache, attn_sink, scale, compressed, out, return_lse)
+    # A model's sinks are parameters, and what is written in place has no gradient.
+    torch._C._set_grad_enabled(False)
+    try:
+        return _attend(q, metadata, cache, attn_sink, scale, compressed, out, return_lse)
+    finally:
+        torch._C._set_grad_enabled(True)
+
+
+def _attend(
+    q: torch.Tensor,
+    metadata: DeepseekSparseSWAMetadata | None,
+    cache: DeepseekV4SWACache,
+    attn_sink: torch.Tensor,
+    scale: float | None,
+    compressed: tuple[CompressedCache, torch.Tensor, torch.Tensor] | None,
+    out: torch.Tensor | None,
+    return_lse: bool,
+) -> AttentionResult:
     check_query(q, attn_sink)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -80,29 +97,24 @@ def attend(
         check_output(out, q)
     factor = DEFAULT_SCALE if scale is None else check_scale(scale)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    given = q.shape[0]
     tokens = 0
     if metadata is not None:
         check_metadata(metadata, q)
         pages, rows = check_caches(q, metadata, cache, compressed)
-        tokens = metadata.num_tokens
-        whole = tokens == q.shape[0]
-        call = AttentionCall(
-            q=q if whole else q[:tokens],
-            out=out if whole else out[:tokens],
-            lse=lse if lse is None or whole else lse[:tokens],
-            metadata=metadata,
-            pages=pages,
-            attn_sink=attn_sink,
-            scale=factor,
-            compressed=rows,
-        )
+        tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
+        if tokens == given:
+            call = AttentionCall(q, out, lse, metadata, pages, attn_sink, factor, rows)
+        else:
+            own = None if lse is None else lse[:tokens]
+            call = AttentionCall(q[:tokens], out[:tokens], own, metadata, pages, attn_sink, factor, rows)
         if metadata.validate:
             validate_call(call)
         if metadata.num_decode_tokens:
             metadata.provider.decode(call)
         if metadata.num_prefill_tokens:
             metadata.provider.prefill(call)
-    if tokens < q.shape[0]:
+    if tokens < given:
         out[tokens:].zero_()
         if lse is not None:
             lse[tokens:].fill_(-torch.inf)

@@ -208,7 +208,7 @@ class DeepseekSparseSWAMetadataBuilder:
                 legal="decode-only metadata that build() of this builder returned",
                 fix="Call build() for a step with prefills, and update a builder's metadata with that builder.",
             )
-        self._builds.value += 1
+        self._builds.advance()
         if step.num_tokens:
             self._build_indices(step)
         for one in (metadata, *metadata.groups.values()):
@@ -331,7 +331,7 @@ class DeepseekSparseSWAMetadataBuilder:
         )
         if step.num_tokens:
             self._build_indices(step)
-        self._builds.value += 1
+        self._builds.advance()
         metadata = self._assemble(batch, split, step, prefill)
         self._give_plans(metadata)
         return metadata

@@ -12,16 +12,23 @@ from swa_backend.chunk_plan import PrefillChunk, plan_prefill_chunks, workspace_
 from swa_backend.errors import BatchError
 from swa_backend.layer_types import LayerType
 from swa_backend.provider import AttentionProvider, AttentionShape
-from swa_backend.step import BuildStep
+from swa_backend.step import BuildStep, next_number
 
 NO_PLANS: Mapping[LayerType, Any] = dict.fromkeys(LayerType)
 
 
 @dataclass(slots=True)
 class BuildCount:
-    """Builds and updates that a builder has made so far; one object, shared with all metadata of the builder."""
+    """Number of a builder's latest build or update; one object, shared with all metadata of the builder.
+
+    The numbers are those of `swa_backend.step.next_number`: what was made later has the larger one, whoever made it.
+    """
 
     value: int = 0
+
+    def advance(self) -> None:
+        """Count a build."""
+        self.value = next_number()
 
 
 @dataclass

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from swa_backend.config import BackendConfig
     from swa_backend.metadata import DeepseekSparseSWAMetadata
     from swa_backend.pages import PageView
+    from swa_backend.row_marks import RowsMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +30,21 @@ class AttentionShape:
     device: torch.device | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, like the call: that would double what a layer's call costs the host here
 class CompressedRows:
-    """The second cache of a layer in a step: pages, tokens per entry, rows [T, K] int32 slots, lens [T] int32."""
+    """The second cache of a layer in a step: pages, tokens per entry, rows [T, K] int32 slots, lens [T] int32.
+
+    ``mark`` is what `swa_backend.row_marks` knows of the rows, None for rows of unknown origin.
+    """
 
     pages: PageView
     ratio: int
     rows: torch.Tensor
     lens: torch.Tensor
+    mark: RowsMark | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttentionCall:
     """One layer's attention over a whole batch, checked; token t is row t of every tensor."""
 

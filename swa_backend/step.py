@@ -6,9 +6,14 @@ PyTorch operations and the Triton launch take the same object, so that one can s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 import torch
+
+next_number: Callable[[], int] = count(1).__next__
+"""Numbers builds, updates and mapped rows of this process in the order in which they are made."""
 
 
 @dataclass(slots=True)  # not frozen: that would cost a step more than all of its checks

@@ -9,6 +9,7 @@ import torch
 from swa_backend._memory import overlap
 from swa_backend.batch import check_tensor
 from swa_backend.errors import BatchError
+from swa_backend.row_marks import mark_rows
 
 if TYPE_CHECKING:
     from swa_backend.backend import Backend
@@ -37,6 +38,7 @@ def map_topk(
     num_pages: int | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     backend: Backend | None = None,
+    distinct: bool = False,
 ) -> TopkSlots:
     """Map request-local compressed positions to slots; pack what survives to the left, in its order, and count it.
 
@@ -53,8 +55,11 @@ def map_topk(
         is_valid: [T] bool (``metadata.is_valid_token``).
         ratio: tokens per entry.
         num_pages: pages of that cache; None if unknown.
-        out: (slots [T, K] int32, lens [T] int32) to write, apart from ``topk``; None allocates them.
+        out: (slots [T, K] int32, lens [T] int32) to write, apart from ``topk``; None allocates them. Given to `attend`
+            as these same tensor objects, they are not cleaned again (`swa_backend.row_marks`).
         backend: whose operations run; None takes the chosen platform's.
+        distinct: a promise that no entry occurs twice in a row, as in every top-k result. Nothing checks it; it lets
+            the layers of a step share one plan.
 
     Returns:
         What was written.
@@ -100,6 +105,8 @@ def map_topk(
         backend.operations.map_topk(
             topk, token_to_req, positions, block_table, entries_per_page, is_valid, ratio, num_pages, slots, lens
         )
+    num_slots = None if num_pages is None else num_pages * entries_per_page
+    mark_rows(slots, lens, positions, is_valid, ratio, num_slots, distinct=distinct)
     return TopkSlots(slots, lens)
 
 

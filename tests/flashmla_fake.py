@@ -90,7 +90,14 @@ class FakeKernels:
         return out_, lse.unsqueeze(2), tile_scheduler_metadata.clone(), num_splits.clone()
 
     def prefill(
-        self, q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int, attn_sink: Any, topk_length: Any,
+        self,
+        q: Any,
+        kv: Any,
+        indices: Any,
+        sm_scale: float,
+        d_v: int,
+        attn_sink: Any,
+        topk_length: Any,
         out_: Any = None,
     ) -> Any:
         tokens, heads, dim = q.shape
@@ -234,11 +241,13 @@ def fake_backend(
     """The CUDA platform's builder and FlashMLA provider on CPU tensors, over a bare library of fake operators."""
     from swa_backend.reference.combine import combine_rows
     from swa_backend.reference.operations import ReferenceOperations
-    from swa_platform_cuda.flashmla_rows_reference import entries_of_slots, mark_columns, tidy_rows
+    from swa_platform_cuda.flashmla_rows_reference import entries_of_slots, entry_bounds, mark_columns, tidy_rows
 
     path = folder / "libflashmla.so"
     path.write_bytes(contents)
-    tools = tools or RowTools(tidy_rows, mark_columns, entries_of_slots, combine_rows, ReferenceOperations())
+    tools = tools or RowTools(
+        tidy_rows, mark_columns, entries_of_slots, entry_bounds, combine_rows, ReferenceOperations()
+    )
     with registered("fake_flashmla", kernels, **schemas):
         before: dict[str, Any] = {}
         seen = [before, before]

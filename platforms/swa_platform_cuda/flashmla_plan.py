@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from swa_backend.capture import capture_id
 from swa_backend.errors import ProviderError
 from swa_backend.layer_types import LayerType
+from swa_backend.row_marks import version_of
 
 
 class PlanShape(NamedTuple):
@@ -34,9 +36,10 @@ class TilePlan:
     Attributes:
         layer_type: the layers it is for.
         filled: how often a decode has planned with it.
+        ready: what the last decode with it prepared, for further layers; see `flashmla_paged`.
     """
 
-    __slots__ = ("_lens", "_when", "filled", "generation", "layer_type", "shape", "vendor")
+    __slots__ = ("_lens", "_when", "filled", "generation", "layer_type", "ready", "shape", "vendor")
 
     def __init__(self, layer_type: LayerType) -> None:
         self.layer_type = layer_type
@@ -44,20 +47,30 @@ class TilePlan:
         self.shape: PlanShape | None = None
         self.generation = 0
         self.vendor: Any = None
+        self.ready: Any = None
         self._when: object = None
         self._lens: tuple[torch.Tensor, ...] = ()
 
-    def use(self, make: Callable[[], Any], shape: PlanShape, generation: int, *lens: torch.Tensor) -> Any:
+    def use(
+        self,
+        make: Callable[[], Any],
+        shape: PlanShape,
+        generation: int,
+        *lens: torch.Tensor,
+        version: int | None = 0,
+    ) -> Any:
         """The vendor's plan for a decode: made by this call if it is empty, else known to fit.
 
         Lengths that were given in other tensors, or changed in place by torch since, are planned for anew; so is the
-        first call inside a graph capture.
+        first call inside each graph capture.
 
         Args:
             make: makes an empty plan of the vendor's.
             shape: of the decode.
             generation: of the metadata; it tells that lengths changed without reading them.
-            lens: the [batch] int32 lengths, as the caller gave them.
+            lens: the [batch] int32 lengths, as the caller gave them, or what they follow from.
+            version: counts changes of the lengths that torch does not see; None where nothing counts them: every call
+                then plans anew.
 
         Raises:
             ProviderError: the plan is of another layer type, was made for other shapes, or for a step before this one.
@@ -72,8 +85,8 @@ class TilePlan:
             self._refuse(name, old, new)
         elif generation != self.generation:
             self._refuse("lengths", f"those of build {self.generation}", f"those of build {generation}")
-        when = (*((one.data_ptr(), version_of(one)) for one in lens), capturing(lens[0]))
-        if self.shape is None or when != self._when:
+        when = (*((one.data_ptr(), version_of(one)) for one in lens), capture_id(lens[0]), version)
+        if self.shape is None or version is None or when != self._when:
             self.shape, self.generation, self._when = shape, generation, when
             self._lens = lens  # kept, so that no other tensor can take their addresses
             self.vendor = make()
@@ -87,16 +100,6 @@ class TilePlan:
             legal=f"{old}, as the plan was made for",
             fix="Use the metadata's own plan of the layer's type, fresh with every build and update.",
         )
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Counts torch's changes of a tensor in place; 0 where torch does not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def capturing(tensor: torch.Tensor) -> bool:
-    """Whether what is launched on a tensor now goes to a graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class FlashMLATileScheduler:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from swa_backend._math import ceil_to
+from swa_backend.capture import capture_id
 from swa_backend.combine import CombineStep, CompressedRows
 from swa_backend.layer_types import LayerType
+from swa_backend.row_marks import version_of
 from swa_platform_cuda.flashmla_build import HEAD_DIM, PREFILL_WIDTH_MULTIPLE, FlashMLABuild
 from swa_platform_cuda.flashmla_paged import (
     bulk_copies,
@@ -22,7 +24,6 @@ from swa_platform_cuda.flashmla_paged import (
     padded_sink,
     write_lse,
 )
-from swa_platform_cuda.flashmla_plan import capturing, version_of
 from swa_platform_cuda.flashmla_workspace import PADDED_TOKENS, Workspace
 
 if TYPE_CHECKING:
@@ -88,9 +89,7 @@ class GatheredPrefill:
         ratio = 0 if group is None else group.ratio
         plan = metadata.get_prefill_chunk_plan(ratio, chunk_size, has_compressed=group is not None)
         starts, decodes = metadata.query_start_loc_cpu, metadata.num_decodes
-        parts = [
-            _Part(chunk, int(starts[decodes + chunk.first]), int(starts[decodes + chunk.end])) for chunk in plan
-        ]
+        parts = [_Part(chunk, int(starts[decodes + chunk.first]), int(starts[decodes + chunk.end])) for chunk in plan]
         rows, lens = self._rows(call, group, parts)
         for part in parts:
             kv = self._gather(call, group, part.chunk)
@@ -125,7 +124,7 @@ class GatheredPrefill:
         out_rows = self._workspace.take(f"prefill {kind} rows", tokens, width)
         out_lens = self._workspace.take(f"prefill {kind} lens", tokens)
         contents = (
-            "gathered", metadata.generation, tokens, width, capturing(window),
+            "gathered", metadata.generation, tokens, width, capture_id(window),
             *((one.data_ptr(), version_of(one)) for one in (window, window_lens)),
             second and second.pages.num_pages,
         )  # fmt: skip
@@ -137,9 +136,7 @@ class GatheredPrefill:
         valid = metadata.is_valid_token[metadata.num_decode_tokens :]
         tidy_contents = ("tidied", *contents[1:], call.pages.num_slots)
         if not self._workspace.holds("tidied prefill rows", tidy_contents):
-            self._tools.tidy_rows(
-                window[:, 0, :columns], window_lens, valid, call.pages.num_slots, tidied, tidied_lens
-            )
+            self._tools.tidy_rows(window[:, 0, :columns], window_lens, valid, call.pages.num_slots, tidied, tidied_lens)
         visible = metadata.prefill_right_visible
         for part in parts:
             both = slice(part.first, part.end)
@@ -168,7 +165,7 @@ class GatheredPrefill:
         rows = second.rows[own]
         name = f"columns of {group.name}"
         columns = self._workspace.take(name, second.pages.num_pages)
-        contents = (*_step(metadata), group.block_table.data_ptr(), capturing(rows), second.pages.num_pages)
+        contents = (*_step(metadata), group.block_table.data_ptr(), capture_id(rows), second.pages.num_pages)
         if not self._workspace.holds(name, contents):
             self._tools.mark_columns(
                 group.block_table[metadata.num_decodes :], metadata.seq_lens[metadata.num_decodes :], group.ratio,
@@ -181,9 +178,7 @@ class GatheredPrefill:
         )  # fmt: skip
         return local
 
-    def _gather(
-        self, call: AttentionCall, group: CompressedGroupMetadata | None, chunk: PrefillChunk
-    ) -> torch.Tensor:
+    def _gather(self, call: AttentionCall, group: CompressedGroupMetadata | None, chunk: PrefillChunk) -> torch.Tensor:
         """The workspace [requests * rows of each, 1, 512] bf16 with the keys of a chunk."""
         metadata, second = call.metadata, call.compressed
         requests = slice(metadata.num_decodes + chunk.first, metadata.num_decodes + chunk.end)
@@ -207,7 +202,7 @@ class GatheredPrefill:
         """[R] int32 complete entries of each request, computed once a step."""
         name = f"entry lens of ratio {group.ratio}"
         lens = self._workspace.take(name, metadata.seq_lens.shape[0])
-        contents = (*_step(metadata), capturing(lens))
+        contents = (*_step(metadata), capture_id(lens))
         if not self._workspace.holds(name, contents):
             torch.div(metadata.seq_lens, group.ratio, rounding_mode="floor", out=lens)
         return lens

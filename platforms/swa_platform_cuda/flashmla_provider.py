@@ -40,6 +40,7 @@ class RowTools(NamedTuple):
     entries_of_slots: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None
     ]
+    entry_bounds: Callable[[torch.Tensor, torch.Tensor, int, int, torch.Tensor], None]
     combine_rows: Callable[[CombineStep], None]  # see swa_backend.reference.combine
     operations: Operations
 
@@ -54,9 +55,9 @@ def triton_tools() -> RowTools:
 
     operations = load_operations("cuda")
     from swa_backend.kernels.combine import combine_rows
-    from swa_platform_cuda.flashmla_rows import entries_of_slots, mark_columns, tidy_rows
+    from swa_platform_cuda.flashmla_rows import entries_of_slots, entry_bounds, mark_columns, tidy_rows
 
-    return RowTools(tidy_rows, mark_columns, entries_of_slots, combine_rows, operations)
+    return RowTools(tidy_rows, mark_columns, entries_of_slots, entry_bounds, combine_rows, operations)
 
 
 class FlashMLAAttention(AttentionProvider):
@@ -135,6 +136,7 @@ class FlashMLAAttention(AttentionProvider):
             metadata.decode_swa_indices,
             metadata.decode_swa_lens,
             plan,
+            layer_type,
         )
 
     def prefill(self, call: AttentionCall) -> None:
@@ -153,6 +155,7 @@ class FlashMLAAttention(AttentionProvider):
             metadata.prefill_swa_indices,
             metadata.prefill_swa_lens,
             self._prefill_plan(call, metadata.prefill_swa_lens),
+            layer_type_of(call),
         )
 
     def _prefill_plan(self, call: AttentionCall, lens: torch.Tensor) -> TilePlan:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from swa_backend.platform import CacheRole
 
 NONE: tl.constexpr = tl.constexpr(-1)
+LAST: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
 def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Iterator[Mapping[str, object]]:
@@ -76,6 +77,52 @@ def tidy_rows(
         (rows.shape[0], cdiv(out_rows.shape[1], launcher.tiles["BLOCK"]), 1),
         rows, lens, is_valid, out_rows, out_lens, rows.stride(0), out_rows.stride(0), rows.shape[1], out_rows.shape[1],
         num_slots,
+    )  # fmt: skip
+
+
+def _position_keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Iterator[Mapping[str, object]]:
+    yield {"WIDE": False}
+    yield {"WIDE": True}
+
+
+@kernel(
+    types={
+        "positions": "*i32",  # [tokens]; int64 if WIDE
+        "is_valid": "*u8",  # [tokens]
+        "out_lens": "*i32",  # [tokens]
+        "tokens": "i32",
+        "ratio": "i32",
+        "width": "i32",
+    },
+    tuning={"": Tuning(1, 1, tiles={"BLOCK": 128})},
+    keys=_position_keys,
+)
+def flashmla_bounds(positions, is_valid, out_lens, tokens, ratio, width, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < tokens
+    token = tl.where(inside, token, 0)
+    if WIDE:
+        position = tl.load(positions.to(tl.pointer_type(tl.int64)) + token, mask=inside, other=0)
+    else:
+        position = tl.load(positions + token, mask=inside, other=0).to(tl.int64)
+    position = tl.minimum(tl.maximum(position, -1), LAST - 1)
+    length = tl.minimum((position + 1) // ratio, width).to(tl.int32)
+    length = tl.where(tl.load(is_valid + token, mask=inside, other=0) != 0, length, 0)
+    tl.store(out_lens + token, length, mask=inside)
+
+
+def entry_bounds(
+    positions: torch.Tensor, is_valid: torch.Tensor, ratio: int, width: int, out_lens: torch.Tensor
+) -> None:
+    """The most entries that rows of distinct picks can have; see the twin."""
+    tokens = positions.shape[0]
+    if not tokens:
+        return
+    wide = positions.dtype == torch.int64
+    launcher = flashmla_bounds.on(positions.device, WIDE=wide)
+    launcher.launch(
+        (cdiv(tokens, launcher.tiles["BLOCK"]), 1, 1),
+        positions.view(torch.int32) if wide else positions, is_valid, out_lens, tokens, ratio, width,
     )  # fmt: skip
 
 

@@ -30,6 +30,22 @@ def tidy_rows(
     out_rows[:, :width] = rows.where(live & (rows >= 0) & (rows < num_slots), -1)
 
 
+def entry_bounds(
+    positions: torch.Tensor, is_valid: torch.Tensor, ratio: int, width: int, out_lens: torch.Tensor
+) -> None:
+    """The most entries that rows of distinct picks can have.
+
+    Args:
+        positions: [n] int32 or int64 position of each token.
+        is_valid: [n] bool; another token has no entry.
+        ratio: tokens per entry.
+        width: of the rows.
+        out_lens: [n] int32, written.
+    """
+    complete = torch.div(positions.long() + 1, ratio, rounding_mode="floor")
+    out_lens.copy_(complete.clamp(0, width).where(is_valid, 0))
+
+
 def mark_columns(
     block_table: torch.Tensor, seq_lens: torch.Tensor, ratio: int, entries_per_page: int, columns: torch.Tensor
 ) -> None:

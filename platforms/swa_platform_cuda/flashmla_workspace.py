@@ -25,13 +25,18 @@ class Workspace:
     """Named buffers on one device. Layers run one after the other, so all of them use the same ones.
 
     A buffer only ever grows, and what it outgrew is kept: a captured graph may still write there.
+
+    Attributes:
+        changes: how often a buffer was given other contents to hold; while it stays, so do they.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.changes = 0
         self._buffers: dict[str, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
         self._contents: dict[str, object] = {}
+        self._kept: dict[str, object] = {}
         self._views: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     def take(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -45,6 +50,7 @@ class Workspace:
             if buffer is not None:
                 self._outgrown.append(buffer)
                 self._contents.pop(name, None)
+                self.changes += 1
                 self._views.clear()
             buffer = self._buffers[name] = torch.zeros(size, dtype=dtype, device=self.device)
         if len(self._views) >= MOST_VIEWS:
@@ -52,11 +58,16 @@ class Workspace:
         found = self._views[name, shape] = buffer[:size].view(shape)
         return found
 
-    def holds(self, name: str, contents: object) -> bool:
-        """Whether a buffer was last filled with these contents; if not, it is about to be."""
+    def holds(self, name: str, contents: object, kept: object = None) -> bool:
+        """Whether a buffer was last filled with these contents; if not, it is about to be.
+
+        What the contents name by identity alone stays alive for as long: it is ``kept``.
+        """
         if self._contents.get(name) == contents:
             return True
         self._contents[name] = contents
+        self._kept[name] = kept
+        self.changes += 1
         return False
 
     def reserve(self, config: BackendConfig, heads: int, prefill_heads: int) -> None:
