@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def _load_builder() -> type[DeepseekSparseSWAMetadataBuilder]:
-    from swa_platform_rocm.builder import ROCmDeepseekSparseSWAMetadataBuilder
+    from swa_platform_rocm.builder import DeepseekV4ROCMAiterSparseSWAMetadataBuilder
 
-    return ROCmDeepseekSparseSWAMetadataBuilder
+    return DeepseekV4ROCMAiterSparseSWAMetadataBuilder
 
 
 def _load_operations() -> Operations:
@@ -30,7 +30,10 @@ def _load_operations() -> Operations:
 def _load_warmup() -> Callable[..., Any]:
     from swa_backend.kernels.loading import load_warmup
 
-    return load_warmup("rocm")
+    warmup = load_warmup("rocm")
+    import swa_platform_rocm.aiter_rows  # noqa: F401  # its kernel takes part
+
+    return warmup
 
 
 def _load_scheduler(target: Target | None) -> TileScheduler:
@@ -39,8 +42,10 @@ def _load_scheduler(target: Target | None) -> TileScheduler:
 
 def _load_providers(target: Target | None) -> Sequence[AttentionProvider]:
     from swa_backend.reference.provider import ReferenceAttention
+    from swa_platform_rocm.aiter_provider import AiterAttention
 
-    return (ReferenceAttention(),)
+    others = (ReferenceAttention(),)
+    return (AiterAttention(target, others), *others)
 
 
 PLATFORM = Platform(
