@@ -13,7 +13,7 @@ DPI = 150
 
 # Okabe and Ito's colours, which people with any kind of colour blindness can tell apart.
 BLUE, ORANGE, GREEN, PURPLE, BLACK = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#000000"
-SKY, VERMILION, GREY, PALE = "#56B4E9", "#D55E00", "#808080", "#E4E4E4"
+SKY, GREY = "#56B4E9", "#808080"
 
 
 def check_picture(path: Path) -> None:

@@ -11,6 +11,7 @@ from swa_backend.cli import PROGRAM
 from swa_backend.commands.bench_command import bench
 from swa_backend.commands.doctor_command import doctor
 from swa_backend.commands.fuzz_command import fuzz
+from swa_backend.commands.inspect_command import inspect
 from swa_backend.commands.output import write
 from swa_backend.commands.replay_command import replay
 from swa_backend.commands.warmup_command import warmup
@@ -20,6 +21,7 @@ app.command("replay")(replay)
 app.command("doctor")(doctor)
 app.command("warmup")(warmup)
 app.add_typer(bench, name="bench")
+app.command("inspect")(inspect)
 app.command("fuzz")(fuzz)
 
 

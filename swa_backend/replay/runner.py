@@ -91,7 +91,7 @@ class _Replay:
         self.histories = Histories(trace.requests, seed, {kind.ratio for kind in layer_types if kind.compressed})
         self.groups = group_specs(layer_types, config, num_pages)
         self.manager = BlockManager(self.groups, config.scheduler.max_model_len, seed)
-        keys = _PageKeys(self.histories, self.manager)
+        keys = PageKeysOf(self.histories, self.manager)
         self.scheduler = Scheduler(trace.requests, self.manager, keys, self._limits())
         content = Content(DataMode(options.data), seed, config.num_heads, self.device)
         self.layers = _allocate(lambda: Layers(layer_types, config, backend, content, num_pages, seed), num_pages)
@@ -238,7 +238,7 @@ def _allocate(make: Callable[[], Layers], num_pages: int) -> Layers:
         ) from error
 
 
-class _PageKeys:
+class PageKeysOf:
     """Content keys of a request's full pages, made once for each request."""
 
     def __init__(self, histories: Histories, manager: BlockManager) -> None:
