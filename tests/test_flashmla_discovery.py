@@ -237,10 +237,9 @@ class TestPackages:
         assert build.pairs["90"] == V4_PAIR
         assert build.prefill_heads["90"] == (64, 128)
         assert not build.takes_out
-        q, keys = torch.zeros(1), (None, None, None)
-        from swa_platform_cuda.flashmla_build import Keys
-
-        assert build.decode(q, Keys(*keys), None, q, 1.0, build.new_plan(), None, False) == (q + 1, "lse")  # type: ignore[arg-type]
+        q = torch.zeros(1)
+        found = build.decode(q, q, q, q, None, None, None, q, 1.0, build.new_plan(), None, False)
+        assert found == (q + 1, "lse")
         assert build.prefill(q, q, q, q, q, 1.0, None) == (q + 2, "lse")
 
     def test_x7_an_old_build_is_refused(self, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from swa_backend.errors import CacheError, ProviderError  # noqa: E402
 from swa_backend.layer_types import LayerType  # noqa: E402
 from swa_backend.pages import PageView  # noqa: E402
 from swa_platform_cuda import flashmla_provider  # noqa: E402
-from swa_platform_cuda.flashmla_paged import cache_of  # noqa: E402
+from swa_platform_cuda.flashmla_forms import cache_of  # noqa: E402
 from swa_platform_cuda.flashmla_plan import FlashMLATileScheduler, PlanShape, TilePlan  # noqa: E402
 from tests.attention_scene import ProviderUnderTest, Scene, check, mixed  # noqa: E402
 from tests.flashmla_fake import DECODE_SCHEMA, PREFILL_SCHEMA, FakeKernels, fake_backend, triton_tools  # noqa: E402
@@ -240,7 +240,7 @@ def count_tools(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]
 
         return counted
 
-    for one in (flashmla._paged_on(scene.device), flashmla._gathered_on(scene.device)):
+    for one in (flashmla._paged_on(scene.device)._preparer, flashmla._gathered_on(scene.device)):
         tools = one._tools
         monkeypatch.setattr(
             one, "_tools", tools._replace(**{name: counting(name, getattr(tools, name)) for name in counts})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,22 +17,18 @@ DECODE_WIDTH_MULTIPLE = 64
 PREFILL_WIDTH_MULTIPLE = 128
 
 
-class Keys(NamedTuple):
-    """Entries of one cache that b tokens see."""
-
-    cache: torch.Tensor  # [pages, entries of a page, 1, bytes of an entry] uint8
-    rows: torch.Tensor  # [b, 1, width] int32 slots, -1 = none, width a multiple of 64
-    lens: torch.Tensor  # [b] int32
-
-
 class Decode(Protocol):
     """Attention of b tokens over one or two paged caches."""
 
     def __call__(
         self,
         q: torch.Tensor,  # [b, 1, h, 512] bf16
-        keys: Keys,
-        extra: Keys | None,
+        cache: torch.Tensor,  # [pages, entries of a page, 1, bytes of an entry] uint8
+        rows: torch.Tensor,  # [b, 1, width] int32 slots, -1 = none, width a multiple of 64
+        lens: torch.Tensor,  # [b] int32
+        extra_cache: torch.Tensor | None,  # the same of the second cache, or three times None
+        extra_rows: torch.Tensor | None,
+        extra_lens: torch.Tensor | None,
         sink: torch.Tensor,  # [h] float32
         scale: float,
         plan: Any,  # what `new_plan` made; filled by the first call
@@ -103,8 +99,12 @@ class Operators:
     def decode(
         self,
         q: torch.Tensor,
-        keys: Keys,
-        extra: Keys | None,
+        cache: torch.Tensor,
+        rows: torch.Tensor,
+        lens: torch.Tensor,
+        extra_cache: torch.Tensor | None,
+        extra_rows: torch.Tensor | None,
+        extra_lens: torch.Tensor | None,
         sink: torch.Tensor,
         scale: float,
         plan: OperatorPlan,
@@ -112,10 +112,12 @@ class Operators:
         batch_invariant: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Decode`."""
-        more = ((out,) if self.takes_out else ()) + ((batch_invariant,) if self.takes_invariant else ())
+        more: tuple[Any, ...] = (out,) if self.takes_out else ()
+        if self.takes_invariant:
+            more = (*more, batch_invariant)
         result, lse, plan.tiles, plan.num_splits = self.decode_op(
-            q, keys.cache, keys.rows, keys.lens, sink, plan.tiles, plan.num_splits, *(extra or (None, None, None)),
-            HEAD_DIM, scale, *more,
+            q, cache, rows, lens, sink, plan.tiles, plan.num_splits, extra_cache, extra_rows, extra_lens, HEAD_DIM,
+            scale, *more,
         )  # fmt: skip
         return result, lse
 
@@ -152,8 +154,12 @@ class Package:
     def decode(
         self,
         q: torch.Tensor,
-        keys: Keys,
-        extra: Keys | None,
+        cache: torch.Tensor,
+        rows: torch.Tensor,
+        lens: torch.Tensor,
+        extra_cache: torch.Tensor | None,
+        extra_rows: torch.Tensor | None,
+        extra_lens: torch.Tensor | None,
         sink: torch.Tensor,
         scale: float,
         plan: Any,
@@ -164,11 +170,10 @@ class Package:
         more: dict[str, Any] = {"out": out} if self.takes_out else {}
         if self.takes_invariant:
             more["enable_batch_invariant"] = batch_invariant
-        cache, rows, lens = extra or (None, None, None)
         result, lse = self.decode_function(
-            q, keys.cache, None, None, HEAD_DIM, plan, softmax_scale=scale, is_fp8_kvcache=True, indices=keys.rows,
-            attn_sink=sink, extra_k_cache=cache, extra_indices_in_kvcache=rows, topk_length=keys.lens,
-            extra_topk_length=lens, **more,
+            q, cache, None, None, HEAD_DIM, plan, softmax_scale=scale, is_fp8_kvcache=True, indices=rows,
+            attn_sink=sink, extra_k_cache=extra_cache, extra_indices_in_kvcache=extra_rows, topk_length=lens,
+            extra_topk_length=extra_lens, **more,
         )  # fmt: skip
         return result, lse
 

@@ -36,10 +36,10 @@ class TilePlan:
     Attributes:
         layer_type: the layers it is for.
         filled: how often a decode has planned with it.
-        ready: what the last decode with it prepared, for further layers; see `flashmla_paged`.
+        shared: what the last decode with it prepared for further layers; see `flashmla_shared`.
     """
 
-    __slots__ = ("_lens", "_when", "filled", "generation", "layer_type", "ready", "shape", "vendor")
+    __slots__ = ("_lens", "_when", "filled", "generation", "layer_type", "shape", "shared", "vendor")
 
     def __init__(self, layer_type: LayerType) -> None:
         self.layer_type = layer_type
@@ -47,7 +47,7 @@ class TilePlan:
         self.shape: PlanShape | None = None
         self.generation = 0
         self.vendor: Any = None
-        self.ready: Any = None
+        self.shared: Any = None
         self._when: object = None
         self._lens: tuple[torch.Tensor, ...] = ()
 

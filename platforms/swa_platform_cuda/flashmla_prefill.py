@@ -16,14 +16,8 @@ from swa_backend.combine import CombineStep, CompressedRows
 from swa_backend.layer_types import LayerType
 from swa_backend.row_marks import version_of
 from swa_platform_cuda.flashmla_build import HEAD_DIM, PREFILL_WIDTH_MULTIPLE, FlashMLABuild
-from swa_platform_cuda.flashmla_paged import (
-    bulk_copies,
-    is_group_rows,
-    layer_type_of,
-    padded_heads,
-    padded_sink,
-    write_lse,
-)
+from swa_platform_cuda.flashmla_forms import bulk_copies, padded_heads, padded_sink, write_lse
+from swa_platform_cuda.flashmla_shared import is_group_rows, layer_type_of
 from swa_platform_cuda.flashmla_workspace import PADDED_TOKENS, Workspace
 
 if TYPE_CHECKING:

@@ -12,9 +12,11 @@ from swa_backend.layer_types import LayerType
 from swa_backend.provider import AttentionProvider
 from swa_platform_cuda.flashmla_build import DECODE_HEADS, HEAD_DIM, FlashMLABuild
 from swa_platform_cuda.flashmla_discovery import Finder, Found, find_flashmla
-from swa_platform_cuda.flashmla_paged import PagedAttention, layer_type_of, padded_heads
+from swa_platform_cuda.flashmla_forms import padded_heads
+from swa_platform_cuda.flashmla_paged import PagedAttention
 from swa_platform_cuda.flashmla_plan import TilePlan
 from swa_platform_cuda.flashmla_prefill import GatheredPrefill
+from swa_platform_cuda.flashmla_shared import layer_type_of
 from swa_platform_cuda.flashmla_workspace import Workspace
 
 if TYPE_CHECKING:
@@ -136,7 +138,6 @@ class FlashMLAAttention(AttentionProvider):
             metadata.decode_swa_indices,
             metadata.decode_swa_lens,
             plan,
-            layer_type,
         )
 
     def prefill(self, call: AttentionCall) -> None:
@@ -155,7 +156,6 @@ class FlashMLAAttention(AttentionProvider):
             metadata.prefill_swa_indices,
             metadata.prefill_swa_lens,
             self._prefill_plan(call, metadata.prefill_swa_lens),
-            layer_type_of(call),
         )
 
     def _prefill_plan(self, call: AttentionCall, lens: torch.Tensor) -> TilePlan:
