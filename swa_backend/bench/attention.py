@@ -165,7 +165,7 @@ class _Step:
             return cache, group.rows, group.lens
         slots, lens = map_topk(
             self.topk, self.metadata.token_to_req_indices, self.positions, self.tables[kind], cache.entries_per_page,
-            self.metadata.is_valid_token, kind.ratio, cache.pages.num_pages, backend=cache.backend,
+            self.metadata.is_valid_token, kind.ratio, cache.pages.num_pages, backend=cache.backend, distinct=True,
         )  # fmt: skip
         return cache, slots, lens
 
