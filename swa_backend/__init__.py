@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from swa_backend.provider import AttentionCall, AttentionProvider, AttentionShape, CompressedRows
     from swa_backend.split import Split, split_decodes_and_prefills
     from swa_backend.topk import TopkSlots, map_topk
+    from swa_backend.transcode import transcode_pages
     from swa_backend.write import gather_kv, write_kv
 
 __all__ = [
@@ -107,6 +108,7 @@ __all__ = [
     "merge_states",
     "packaged_models",
     "split_decodes_and_prefills",
+    "transcode_pages",
     "workspace_bytes",
     "write_kv",
 ]
@@ -132,6 +134,7 @@ _NAMES = {
     "provider": ("AttentionCall", "AttentionProvider", "AttentionShape", "CompressedRows"),
     "split": ("Split", "split_decodes_and_prefills"),
     "topk": ("TopkSlots", "map_topk"),
+    "transcode": ("transcode_pages",),
     "write": ("gather_kv", "write_kv"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
