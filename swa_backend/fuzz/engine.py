@@ -54,7 +54,9 @@ class Request:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened so far."""
+    """What happened so far: requests that lost their pages, that ended early, that finished; prompt tokens that a known
+    prefix spared, prefixes whose window was computed again; wrong drafts; steps of a draft's token, of a draft block,
+    with images."""
 
     preemptions: int = 0
     drained: int = 0
@@ -62,6 +64,9 @@ class Counts:
     reused: int = 0
     replayed: int = 0
     rejected: int = 0
+    draft_steps: int = 0
+    draft_blocks: int = 0
+    image_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -103,7 +108,11 @@ class Engine:
         dice = self._dice(_PLAN)
         kind = self._kind(dice)
         parts = self._target_parts(dice) if kind is Kind.TARGET else self._draft_parts(kind, dice)
-        return Step.dress(self.case, self.tables, self._number, kind, parts, self._dice(_DRESS))
+        step = Step.dress(self.case, self.tables, self._number, kind, parts, self._dice(_DRESS))
+        self.counts.draft_steps += kind is Kind.DRAFT and bool(parts)
+        self.counts.draft_blocks += kind is Kind.BLOCK and bool(parts)
+        self.counts.image_steps += step.spans is not None
+        return step
 
     def finish(self, step: Step) -> None:
         """Take a step as computed."""
