@@ -49,8 +49,8 @@ def steps_of(row: Mapping[str, Any], options: argparse.Namespace) -> list[Step]:
     pytest = [sys.executable, "-m", "pytest", *row["tests"], *(row.get("short", ()) if options.short else ())]
     pytest += options.pytest
     targets = [t for t in row.get("targets", ()) if not options.target or t in options.target]
-    if row["name"] == "simulate":
-        return [Step(f"simulate {target}", [*pytest, f"--target={target}"]) for target in targets]
+    if row.get("needs") == "simulator":
+        return [Step(f"{row['name']} {target}", [*pytest, f"--target={target}"]) for target in targets]
     if row["name"] == "compile":
         table = [sys.executable, "-m", "ci.resource_table"]
         short = ["--short"] if options.short else []

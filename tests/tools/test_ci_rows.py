@@ -36,6 +36,7 @@ def test_list_names_every_row_and_target(call):
         "interpret",
         "compile",
         "simulate",
+        "rocm",
         "device",
     ]
     assert "hip:gfx950" in text
