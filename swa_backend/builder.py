@@ -18,6 +18,7 @@ from swa_backend.backend import Backend
 from swa_backend.batch import CommonAttentionMetadata, check_batch, check_tensor
 from swa_backend.buffers import IndexBuffers
 from swa_backend.cache_spec import KVCacheSpec
+from swa_backend.capture import capture_id
 from swa_backend.config import BackendConfig
 from swa_backend.errors import BatchError, ConfigError
 from swa_backend.groups import CompressedGroup, SwaGroup
@@ -29,7 +30,7 @@ from swa_backend.platform import require_device
 from swa_backend.provider_choice import attention_shape, choose_provider
 from swa_backend.split import Split, split_decodes_and_prefills
 from swa_backend.step import BuildStep
-from swa_backend.validation import validate_batch
+from swa_backend.validation import ValueRules
 
 MAIN_GROUP = "main"
 
@@ -99,6 +100,7 @@ class DeepseekSparseSWAMetadataBuilder:
         # In the order of the buffers; how errors call each group's inputs.
         self._further_groups = {pages.name: f"groups[{pages.name!r}]" for pages in self._buffers.groups[1:]}
         self._build_indices = self.backend.operations.prepare_build(self._buffers)
+        self._rules = ValueRules(config, self._buffers.groups, null_page)
         self._builds = BuildCount()
         self._assemble = MetadataAssembler(self._buffers, config, self.provider, self.shape, self._builds)
         self._upload_spans = (
@@ -137,8 +139,8 @@ class DeepseekSparseSWAMetadataBuilder:
         check_batch(batch, device=self.device, scheduler=self.config.scheduler)
         inputs = self._group_inputs(batch, groups)
         split = self._split(batch)
-        if self.config.validate:
-            validate_batch(batch, split, self.config, self._buffers.groups, inputs, self.null_page)
+        if self._validates(batch.query_start_loc):
+            self._rules.check_batch(batch, split, inputs)
         return self._run(batch, split, inputs)
 
     def capture_build(
@@ -182,7 +184,10 @@ class DeepseekSparseSWAMetadataBuilder:
         uniform = torch.arange(num_reqs + 1, dtype=torch.int32).mul_(longest).clamp_(max=num_tokens)
         batch = replace(batch, max_query_len=longest, query_start_loc_cpu=uniform)
         check_batch(batch, device=self.device, scheduler=self.config.scheduler)
-        metadata = self._run(batch, self._split(batch), self._group_inputs(batch, groups))
+        inputs = self._group_inputs(batch, groups)
+        if self._validates(batch.query_start_loc):
+            self._rules.check_device(batch, inputs, num_tokens, self.decode_threshold)
+        metadata = self._run(batch, self._split(batch), inputs)
         for one in (metadata, *metadata.groups.values()):
             one.max_decode_query_len = self.decode_threshold  # what a replay brings is not known here
         return metadata
@@ -208,12 +213,19 @@ class DeepseekSparseSWAMetadataBuilder:
                 legal="decode-only metadata that build() of this builder returned",
                 fix="Call build() for a step with prefills, and update a builder's metadata with that builder.",
             )
+        if self._validates(step.query_start_loc):
+            longest = step.max_query_len if step.causal else self.config.k
+            self._rules.check_device(step, step.groups, step.num_tokens, longest)
         self._builds.advance()
         if step.num_tokens:
             self._build_indices(step)
         for one in (metadata, *metadata.groups.values()):
             one.generation = self._builds.value
         self._give_plans(metadata)
+
+    def _validates(self, tensor: torch.Tensor) -> bool:
+        """Whether values are checked now: in validation mode, but not while a graph is captured: that reads nothing."""
+        return self.config.validate and not capture_id(tensor)
 
     def _split(self, batch: CommonAttentionMetadata) -> Split:
         num_tokens = batch.num_actual_tokens if batch.num_reqs else 0
