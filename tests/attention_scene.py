@@ -188,20 +188,24 @@ class Scene:
         request, position = self.token(t)
         return self.history[request][max(position - W + 1, 0) : position + 1]
 
-    def topk(self, local: torch.Tensor) -> tuple[CompressedCache, torch.Tensor, torch.Tensor]:
-        """The ``compressed`` argument for request-local entries [T, K]."""
+    def topk(
+        self, local: torch.Tensor, positions: torch.Tensor | None = None, **options: Any
+    ) -> tuple[CompressedCache, torch.Tensor, torch.Tensor]:
+        """The ``compressed`` argument for request-local entries [T, K]; further arguments go to `map_topk`."""
         assert self.second is not None
-        positions = [self.token(t)[1] if t < sum(self.queries) else 0 for t in range(self.tokens)]
+        found = [self.token(t)[1] if t < sum(self.queries) else 0 for t in range(self.tokens)]
+        positions = torch.tensor(found, device=self.device) if positions is None else positions
         slots, lens = map_topk(
             local.int().to(self.device),
             self.metadata.token_to_req_indices,
-            torch.tensor(positions, device=self.device),
+            positions,
             self.second_table.to(self.device),
             self.second_cache.entries_per_page,
             self.metadata.is_valid_token,
             self.second[0],
             self.second_cache.pages.num_pages,
             backend=self.provider.backend,
+            **options,
         )
         return self.second_cache, slots, lens
 

@@ -132,6 +132,54 @@ def test_t1_60_layers_of_three_types_plan_three_times_a_step(provider: ProviderU
         scene.metadata = scene.build()
 
 
+@pytest.mark.parametrize(("distinct", "plans"), [(True, 1), (False, 3)])
+def test_t1_layers_whose_picks_differ_in_number(
+    provider: ProviderUnderTest, kernels: FakeKernels, distinct: bool, plans: int
+) -> None:
+    """One persistent buffer, as engines have it: the plan never belongs to lengths that another layer left there."""
+    scene = Scene(provider, [1, 1], [700, 300], second=C4)
+    _, slots, lens = scene.topk(torch.full((2, 64), -1))
+    positions = torch.tensor([699, 299])
+    for picked in (64, 3, 30):
+        local = torch.arange(64).repeat(2, 1).where(torch.arange(64) < picked, -1)
+        compressed = scene.topk(local, positions, out=(slots, lens), distinct=distinct)
+        check(scene.run(compressed=compressed), scene.expected(seen_by(scene, local)))
+        assert kernels.decodes[-1]["extra"].data_ptr() == slots.data_ptr(), "rows of map_topk go there as they are"
+    assert kernels.planned == plans
+
+
+def test_t1_picks_that_occur_twice_beyond_the_bound(provider: ProviderUnderTest) -> None:
+    """Twice counts twice: more entries than are complete, so that no bound from positions may be used."""
+    scene = Scene(provider, [1], [9], second=C4)
+    local = torch.tensor([[0, 1] * 32])
+    check(scene.run(compressed=scene.topk(local)), scene.expected(seen_by(scene, local)))
+
+
+def test_t1_rows_of_unknown_origin_are_planned_for_call_by_call(
+    provider: ProviderUnderTest, kernels: FakeKernels
+) -> None:
+    """A kernel of the engine's own may write other lengths to the same memory, and nothing tells."""
+    scene = Scene(provider, [1, 1], [700, 300], second=C4)
+    cache, slots, lens = scene.topk(torch.arange(64).repeat(2, 1))
+    rows, counts = slots.clone(), lens.clone()
+    scene.run(compressed=(cache, rows, counts))
+    raw = counts.numpy()  # behind torch's back
+    raw[:] = [5, 0]
+    seen = [torch.cat([scene.window(0), scene.entries[0][:5]]), scene.window(1)]
+    check(scene.run(compressed=(cache, rows, counts)), scene.expected(seen))
+    assert kernels.planned == 2
+
+
+def test_c8_rows_of_unknown_origin_may_name_what_is_not_there(provider: ProviderUnderTest) -> None:
+    scene = Scene(provider, [1], [700], second=C4)
+    cache, slots, lens = scene.topk(torch.arange(64)[None])
+    rows = slots.clone()
+    rows[0, 3:7] = torch.tensor([cache.pages.num_slots, cache.pages.num_slots + 7, 2**31 - 1, -5])
+    keep = [entry for entry in range(64) if not 3 <= entry < 7]
+    seen = [torch.cat([scene.window(0), scene.entries[0][keep]])]
+    check(scene.run(compressed=(cache, rows, lens.clone())), scene.expected(seen))
+
+
 def test_t2_the_plan_of_another_type_is_refused_before_the_kernel(
     provider: ProviderUnderTest, kernels: FakeKernels
 ) -> None:

@@ -92,3 +92,18 @@ def test_slots_are_turned_back_to_the_entries_of_the_request(
                 live = i < lens[t] and 0 <= slot < pages * entries and slot // entries in row
                 expected.append(row.index(slot // entries) * entries + slot % entries if live else -1)
             assert out[t].tolist() == [*expected, POISON, POISON]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("tokens", [1, 128, 131])
+def test_most_entries_of_distinct_picks(tools: ModuleType, device: torch.device, wide: bool, tokens: int) -> None:
+    edges = [0, 2, 3, 4, 7, 2047, 2048, -1, -9, 2**31 - 1, *([2**40, -(2**40)] if wide else [])]
+    positions = [edges[t % len(edges)] for t in range(tokens)]
+    valid = [t % 5 != 4 for t in range(tokens)]
+    out = torch.full((tokens + 1,), POISON, dtype=torch.int32, device=device)
+    tools.entry_bounds(
+        torch.tensor(positions, dtype=torch.int64 if wide else torch.int32, device=device),
+        torch.tensor(valid, device=device), 4, 512, out[:tokens],
+    )  # fmt: skip
+    expected = [min(max((p + 1) // 4, 0), 512) if v else 0 for p, v in zip(positions, valid, strict=True)]
+    assert out.tolist() == [*expected, POISON]
