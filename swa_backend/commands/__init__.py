@@ -13,6 +13,7 @@ from swa_backend.commands.doctor_command import doctor
 from swa_backend.commands.fuzz_command import fuzz
 from swa_backend.commands.inspect_command import inspect
 from swa_backend.commands.output import write
+from swa_backend.commands.plan_memory_command import plan
 from swa_backend.commands.replay_command import replay
 from swa_backend.commands.warmup_command import warmup
 
@@ -22,6 +23,7 @@ app.command("doctor")(doctor)
 app.command("warmup")(warmup)
 app.add_typer(bench, name="bench")
 app.command("inspect")(inspect)
+app.command("plan-memory")(plan)
 app.command("fuzz")(fuzz)
 
 

@@ -182,9 +182,7 @@ def _table(report: Report) -> Table:
 
 
 def _changes(comparison: Comparison) -> Table:
-    table = Table(
-        caption="microseconds a call; factor = after / before; peer / it in each run", caption_justify="left"
-    )
+    table = Table(caption="microseconds a call; factor = after / before; peer / it in each run", caption_justify="left")
     for heading in ("bench: case", "whose", "time"):
         table.add_column(heading, overflow="fold")
     for heading in ("before", "after", "factor", "peer / it"):

@@ -12,10 +12,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from swa_backend.commands.models import read_model
 from swa_backend.commands.options import JsonOption, PlatformOption
 from swa_backend.commands.output import progress_bar, show, write_json
 from swa_backend.commands.targets import backend_for
-from swa_backend.config import BackendConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, packaged_models
+from swa_backend.config import BackendConfig, SchedulerConfig, SpeculativeConfig
 from swa_backend.errors import ConfigError
 from swa_backend.registry import get_backend
 
@@ -89,8 +90,7 @@ def warmup(
 
 
 def _config(model: str, drafts: int, dspark: bool, cache_layout: str, compressed_layout: str | None) -> BackendConfig:
-    names = {name.lower() for name in packaged_models()}
-    found = ModelConfig.packaged(model) if model.lower() in names else ModelConfig.from_hf_config(model)
+    found = read_model(model)
     drafts = drafts or (found.dspark_block_size or 1 if dspark else 0)
     return BackendConfig(
         model=found,

@@ -15,7 +15,7 @@ def read_object(field: str, given: Any, legal: Sequence[str]) -> Mapping[str, An
     """An object that has no other key than ``legal`` ones."""
     keys = ", ".join(legal) or "no key"
     if not isinstance(given, Mapping):
-        raise refuse(field, "nothing" if given is None else f"a {type(given).__name__}", f"an object with {keys}")
+        raise refuse(field, "nothing" if given is None else type(given).__name__, f"an object with {keys}")
     for key in given:
         if key not in legal:
             raise refuse(f"{field}.{key}", "a key that means nothing here", keys)
@@ -39,7 +39,7 @@ def read_ints(
     """A list of integers in a range, ``count`` of them if that is given."""
     legal = f"a list of {'' if count is None else f'{count} '}integers from {minimum} to {maximum}"
     if not isinstance(given, list):
-        raise refuse(field, "nothing" if given is None else f"a {type(given).__name__}", legal)
+        raise refuse(field, "nothing" if given is None else type(given).__name__, legal)
     for i, value in enumerate(given):
         if not is_int(value) or not minimum <= value <= maximum:
             raise refuse(f"{field}[{i}]", show(value), f"an integer from {minimum} to {maximum}")
@@ -51,7 +51,7 @@ def read_ints(
 def read_matrix(field: str, given: Any, rows: int) -> torch.Tensor:
     """[rows, n] int32 from lists of one length."""
     if not isinstance(given, list) or len(given) != rows:
-        found = f"{len(given)} rows" if isinstance(given, list) else f"a {type(given).__name__}"
+        found = f"{len(given)} rows" if isinstance(given, list) else type(given).__name__
         raise refuse(field, found, f"a list of {rows} rows")
     checked = [read_ints(f"{field}[{i}]", row, minimum=-INT32_MAX - 1) for i, row in enumerate(given)]
     width = len(checked[0]) if checked else 0

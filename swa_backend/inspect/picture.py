@@ -22,6 +22,7 @@ from swa_backend.inspect.seen import Key, window_keys
 from swa_backend.layer_types import LayerType
 
 FEW = 40  # up to so many tokens are drawn apart
+MAX_BORDERS = 80  # more lines between requests would hide what they part
 INCHES_OF_A_LABEL = 0.15
 MAX_LINES, MAX_COLUMNS = 1000, 1400
 COLOURS = {
@@ -108,7 +109,7 @@ def draw_step(report: StepReport, path: Path, kind: LayerType) -> None:
         kinds |= _windows(axes[0], report, tokens, each)
         if compressed:
             kinds |= _entries(axes[1], report, tokens, kind)
-        _label(axes[0], report, tokens, each)
+        _label(axes[0], report, tokens, height, each)
     _legend(figure, report, kinds)
     figure.suptitle(
         f"{Path(report.facts['source']).name}: {report.facts['model']}, {kind} layers",
@@ -173,24 +174,27 @@ def _show(axes: Any, cells: _Cells, tokens: Sequence[TokenView], offset: int, ea
         cells.colours(background), aspect="auto", interpolation="nearest",
         extent=(offset - 0.5, right - 0.5, cells.lines * cells.per_line - 0.5, -0.5),
     )  # fmt: skip
-    for number, (before, token) in enumerate(pairwise(tokens), 1):
-        if token.request != before.request:
-            axes.axhline(number - 0.5, color="black", linewidth=0.6)
-        elif each:
+    borders = _borders(tokens)
+    if each:
+        for number in set(range(1, len(tokens))) - set(borders):
             axes.axhline(number - 0.5, color="white", linewidth=2)
+    for number in borders if len(borders) <= MAX_BORDERS else ():
+        axes.axhline(number - 0.5, color="black", linewidth=0.6)
     axes.set_xlim(offset - 0.5, right - 0.5)
     axes.set_ylim(len(tokens) - 0.5, -0.5)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    if cells.columns <= 12:
+        axes.set_xticks(range(offset, right))
 
 
-def _label(axes: Any, report: StepReport, tokens: Sequence[TokenView], each: bool) -> None:
+def _label(axes: Any, report: StepReport, tokens: Sequence[TokenView], height: float, each: bool) -> None:
     if each:
         axes.set_yticks(range(len(tokens)), list(map(_of_token, tokens)), fontsize=8)
         return
-    bands = list(_bands(tokens))
+    line = INCHES_OF_A_LABEL * len(tokens) / height  # tokens beside which one line of text fits
+    bands = list(_bands(tokens, line))
     axes.set_yticks(
         [(first + end - 1) / 2 for first, end in bands],
-        [_of_band(report, tokens[first:end]) for first, end in bands],
+        [_of_band(report, tokens[first:end], ", " if end - first < 3 * line else "\n") for first, end in bands],
         fontsize=8,
     )
     axes.tick_params(left=False)
@@ -199,16 +203,14 @@ def _label(axes: Any, report: StepReport, tokens: Sequence[TokenView], each: boo
 def _of_token(token: TokenView) -> str:
     if token.part == "padding":
         return f"token {token.token}: padding"
-    keys = "no key" if token.first_key is None else f"keys {token.first_key}-{token.last_key}"
+    keys = "no key" if token.first_key is None else f"keys {token.first_key} to {token.last_key}"
     return f"token {token.token}, request {token.request}, position {token.position}: {keys}"
 
 
-def _bands(tokens: Sequence[TokenView]) -> Iterator[tuple[int, int]]:
-    """Tokens ``first .. end - 1`` that share a label: those of a request; requests too thin for a label go together."""
-    thin = len(tokens) / 12
-    ends = [i for i in range(1, len(tokens)) if tokens[i].request != tokens[i - 1].request] + [len(tokens)]
+def _bands(tokens: Sequence[TokenView], thin: float) -> Iterator[tuple[int, int]]:
+    """Tokens ``first .. end - 1`` that share a label: one request's, or several's that are fewer than ``thin``."""
     first = before = 0
-    for end in ends:
+    for end in (*_borders(tokens), len(tokens)):
         if before > first and end - before >= thin:
             yield first, before
             first = before
@@ -218,15 +220,21 @@ def _bands(tokens: Sequence[TokenView]) -> Iterator[tuple[int, int]]:
         before = end
 
 
-def _of_band(report: StepReport, tokens: Sequence[TokenView]) -> str:
+def _borders(tokens: Sequence[TokenView]) -> list[int]:
+    """Where another request begins."""
+    return [i for i, (before, token) in enumerate(pairwise(tokens), 1) if token.request != before.request]
+
+
+def _of_band(report: StepReport, tokens: Sequence[TokenView], between: str) -> str:
     requests = sorted({token.request for token in tokens if token.request >= 0})
     if not requests:
         return f"{len(tokens)} padded tokens"
     if len(requests) > 1:
-        return f"requests {requests[0]}-{requests[-1]}\n{len(tokens)} tokens"
+        return f"requests {requests[0]}-{requests[-1]}, {len(tokens)} tokens"
     one = report.requests[requests[0]]
-    text = f"request {one.request}, {one.tokens} tokens\npositions {one.first_position}-{one.last_position}"
-    return text + (f"\nkeys {one.first_key}-{one.last_key}" if one.first_key >= 0 else "")
+    lines = [f"request {one.request}", f"positions {one.first_position} to {one.last_position}"]
+    lines += [f"keys {one.first_key} to {one.last_key}"] if one.first_key >= 0 else []
+    return between.join(lines)
 
 
 def _legend(figure: Any, report: StepReport, kinds: set[Key]) -> None:

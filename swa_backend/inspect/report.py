@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from swa_backend._math import cdiv
 from swa_backend.backend import Backend
 from swa_backend.builder import DeepseekSparseSWAMetadataBuilder
 from swa_backend.cache import DeepseekV4SWACache
 from swa_backend.cache_layout import HEAD_DIM, get_layout
-from swa_backend.chunk_plan import BF16_BYTES, has_compressed_cache, workspace_bytes
+from swa_backend.chunk_plan import BF16_BYTES, has_compressed_cache, workspace_bytes, workspace_rows
 from swa_backend.errors import ValidationError
 from swa_backend.groups import CompressedGroup
 from swa_backend.inspect.seen import Key, SeenEntries, SeenTokens, seen_entries, seen_tokens, window_keys
@@ -311,8 +310,14 @@ def _chunks(step: StepInput, metadata: DeepseekSparseSWAMetadata) -> list[ChunkV
     found = []
     for kind in config.model.present_layer_types:
         compressed = has_compressed_cache(config.model.version, kind.ratio)
-        rows = (cdiv(scheduler.max_model_len, kind.ratio) if compressed else 0) + config.model.window_size
-        budget = config.prefill_chunk_size * (rows + scheduler.max_num_batched_tokens)
+        budget = workspace_rows(
+            kind.ratio,
+            config.prefill_chunk_size,
+            has_compressed=compressed,
+            window=config.model.window_size,
+            max_model_len=scheduler.max_model_len,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        )
         for chunk in metadata.get_prefill_chunk_plan(kind.ratio, config.prefill_chunk_size, compressed):
             first, end = metadata.num_decodes + chunk.first, metadata.num_decodes + chunk.end
             starts = step.batch.query_start_loc_cpu
