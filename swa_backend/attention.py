@@ -12,8 +12,8 @@ from swa_backend.attention_checks import (
     check_output,
     check_query,
     check_scale,
-    validate_call,
 )
+from swa_backend.attention_values import validate_call
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache
 from swa_backend.cache_layout import HEAD_DIM
 from swa_backend.metadata import DeepseekSparseSWAMetadata

@@ -1,4 +1,4 @@
-"""The checks of `attend`: types and shapes on every call, values in validation mode."""
+"""The checks of `attend` on every call: types, devices, shapes, strides; values are in `attention_values`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from swa_backend.batch import check_tensor
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache
 from swa_backend.cache_layout import HEAD_DIM, check_same_layout
 from swa_backend.config import MAX_HEADS_PER_RANK
-from swa_backend.errors import BatchError, CacheError, ValidationError
+from swa_backend.errors import BatchError, CacheError
 from swa_backend.metadata import DeepseekSparseSWAMetadata
-from swa_backend.provider import AttentionCall, AttentionShape, CompressedRows
+from swa_backend.provider import AttentionShape, CompressedRows
 from swa_backend.row_marks import mark_of
 
 if TYPE_CHECKING:
@@ -257,66 +257,3 @@ def _check_device(field: str, pages: PageView, q: torch.Tensor) -> None:
         raise CacheError(
             field, found=f"pages on {pages.device}", legal=f"{q.device}, where q lives", fix="Keep them on one device."
         )
-
-
-def validate_call(call: AttentionCall) -> None:
-    """The value rules of a call; reads the device, so only in validation mode.
-
-    Raises:
-        ValidationError: a sink is not finite, or a row's length or one of its entries is out of range.
-    """
-    sinks = call.attn_sink
-    # All at -inf is how a partial result is asked for that will be merged with another.
-    if not bool(torch.isfinite(sinks).all()) and not bool((sinks == -torch.inf).all()):
-        head = int((~torch.isfinite(sinks)).int().argmax())
-        raise ValidationError(
-            f"attn_sink[{head}]",
-            found=float(sinks[head]),
-            legal="finite sinks, or -inf for every head",
-            fix="Check the layer's weights.",
-        )
-    metadata = call.metadata
-    border = metadata.num_decode_tokens
-    _validate_rows("decode_swa", metadata.decode_swa_indices, metadata.decode_swa_lens, call.pages, 0)
-    if metadata.prefill_swa_indices is not None and metadata.prefill_swa_lens is not None:
-        _validate_rows("prefill_swa", metadata.prefill_swa_indices, metadata.prefill_swa_lens, call.pages, border)
-    if call.compressed is not None:
-        rows, lens = call.compressed.rows, call.compressed.lens
-        _validate_rows("compressed", rows, lens, call.compressed.pages, 0)
-        _first(
-            ~metadata.is_valid_token & (lens != 0),
-            "compressed lens of token {}",
-            lens,
-            "0 for a padded token",
-            "Take the lengths that map_topk or the builder made.",
-        )
-
-
-def _validate_rows(name: str, rows: torch.Tensor, lens: torch.Tensor, pages: PageView, base: int) -> None:
-    width = rows.shape[-1]
-    rows = rows.reshape(lens.shape[0], width)
-    _first(
-        (lens < 0) | (lens > width),
-        f"{name} lens of token {{}}",
-        lens,
-        f"0 to the row width {width}",
-        "Count no more entries than the row holds.",
-        base,
-    )
-    live = torch.arange(width, device=rows.device) < lens[:, None]
-    wrong = live & ((rows < -1) | (rows >= pages.num_slots))
-    _first(
-        wrong.any(dim=1),
-        f"{name} rows of token {{}}",
-        torch.where(wrong, rows, -1).gather(1, wrong.int().argmax(dim=1, keepdim=True)).squeeze(1),
-        f"-1, or a slot below {pages.num_slots}",
-        "Build the rows for this cache, with its number of pages.",
-        base,
-    )
-
-
-def _first(wrong: torch.Tensor, field: str, values: torch.Tensor, legal: str, fix: str, base: int = 0) -> None:
-    """Refuse the first element that is wrong."""
-    if bool(wrong.any()):
-        at = int(wrong.int().argmax())
-        raise ValidationError(field.format(base + at), found=values[at].item(), legal=legal, fix=fix)

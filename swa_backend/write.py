@@ -9,9 +9,11 @@ import torch
 from swa_backend.batch import check_tensor
 from swa_backend.cache import PagedCache
 from swa_backend.cache_layout import HEAD_DIM
+from swa_backend.capture import capture_id
 from swa_backend.config import VALIDATE_VARIABLE
 from swa_backend.errors import BatchError, CacheError, ValidationError
 from swa_backend.pages import PageView
+from swa_backend.problems import Problem, broken
 
 
 def write_kv(k: torch.Tensor, cache: PagedCache, slot_mapping: torch.Tensor, *, validate: bool = False) -> None:
@@ -50,7 +52,7 @@ def write_kv(k: torch.Tensor, cache: PagedCache, slot_mapping: torch.Tensor, *, 
         )
     if not tokens:
         return
-    if _validating(validate):
+    if _validating(validate, k):
         _validate_write(k[:tokens], pages, slot_mapping)
     cache.backend.operations.write_kv(k, pages, slot_mapping)
 
@@ -114,7 +116,7 @@ def gather_kv(
         )
     if not requests:
         return
-    if _validating(validate):
+    if _validating(validate, out):
         _validate_gather(pages, block_table, seq_lens, gather_lens, height - offset)
     cache.backend.operations.gather_kv(pages, block_table, seq_lens, gather_lens, out, offset)
 
@@ -130,30 +132,33 @@ def _pages(cache: object) -> PageView:
     return cache.pages
 
 
-def _validating(asked: bool) -> bool:
-    return asked or os.environ.get(VALIDATE_VARIABLE) == "1"
+def _validating(asked: bool, tensor: torch.Tensor) -> bool:
+    """Whether values are checked; never while a graph is captured, which reads nothing."""
+    return (asked or os.environ.get(VALIDATE_VARIABLE) == "1") and not capture_id(tensor)
 
 
 def _validate_write(k: torch.Tensor, pages: PageView, slot_mapping: torch.Tensor) -> None:
     past = (slot_mapping >= pages.num_slots).nonzero()
     if past.numel():
         token = int(past[0])
-        raise ValidationError(
+        error = ValidationError(
             f"slot_mapping[{token}]",
             found=int(slot_mapping[token]),
             legal=f"-1, or 0 to {pages.num_slots - 1}",
             fix="Map tokens to pages that the cache has.",
         )
+        broken(Problem.SLOTS, error, past.shape[0])
     lost = ((slot_mapping >= 0) & ~k.isfinite().all(dim=1)).nonzero()
     if lost.numel():
         token = int(lost[0])
         dim = int((~k[token].isfinite()).nonzero()[0])
-        raise ValidationError(
+        error = ValidationError(
             f"k[{token}, {dim}]",
             found=float(k[token, dim]),
             legal="finite values in every token that is stored",
             fix="Look for the overflow before the cache; a key like this poisons every query that sees it.",
         )
+        broken(Problem.NAN_KEYS, error, lost.shape[0])
 
 
 def _validate_gather(
@@ -166,32 +171,35 @@ def _validate_gather(
     _refuse_first("seq_lens", seq_lens, 0, capacity, f"the table's {columns} columns of {pages.entries} entries")
     for request, (length, limit) in enumerate(zip(lens.tolist(), seq_lens.tolist(), strict=True)):
         if not 0 <= length <= min(limit, room):
-            raise ValidationError(
+            error = ValidationError(
                 f"{name}[{request}]",
                 found=length,
                 legal=f"0 to {min(limit, room)}: {limit} entries of the request, {room} rows of out",
                 fix="Gather no more than the request has and the workspace holds.",
             )
+            broken(Problem.LENGTHS, error)
     column = torch.arange(columns, device=block_table.device)
     live = (column >= ((seq_lens - lens) // pages.entries)[:, None]) & (column * pages.entries < seq_lens[:, None])
     wrong = (live & (block_table >= pages.num_pages)).nonzero()
     if wrong.numel():
         request, at = (int(index) for index in wrong[0])
-        raise ValidationError(
+        error = ValidationError(
             f"block_table[{request}, {at}]",
             found=int(block_table[request, at]),
             legal=f"a page from 0 to {pages.num_pages - 1}, or -1 for none",
             fix="Pass the block table of this cache's own group.",
         )
+        broken(Problem.PAGES, error, wrong.shape[0])
 
 
 def _refuse_first(name: str, values: torch.Tensor, low: int, high: int, why: str) -> None:
     wrong = ((values < low) | (values > high)).nonzero()
     if wrong.numel():
         at = int(wrong[0])
-        raise ValidationError(
+        error = ValidationError(
             f"{name}[{at}]",
             found=int(values[at]),
             legal=f"{low} to {high}: {why}",
             fix="Correct the lengths or the table.",
         )
+        broken(Problem.LENGTHS, error, wrong.shape[0])

@@ -235,24 +235,24 @@ class TestValidation:
         slots = cache.pages.num_slots
         rows[0, 3] = slots
         error = refusal(scene, compressed=(cache, rows, lens))
-        assert (error.field, error.found) == ("compressed rows of token 0", slots)
+        assert (error.field, error.found) == ("compressed rows of token 0 (request 0)", slots)
         rows[0, 3] = -1
         lens[0] = 6
         error = refusal(scene, compressed=(cache, rows, lens))
-        assert (error.field, error.found) == ("compressed lens of token 0", 6)
+        assert (error.field, error.found) == ("compressed lens of token 0 (request 0)", 6)
         lens[0] = 5
         lens[4] = 1
-        assert refusal(scene, compressed=(cache, rows, lens)).field == "compressed lens of token 4"
+        assert refusal(scene, compressed=(cache, rows, lens)).field == "compressed lens of token 4 (request 0)"
         lens[4] = 0
         scene.run(compressed=(cache, rows, lens))
 
     def test_window_rows_and_lens(self, provider: ProviderUnderTest) -> None:
         scene = self.scene(provider)
         scene.metadata.prefill_swa_lens[1] = 129
-        assert refusal(scene).field == "prefill_swa lens of token 2"
+        assert refusal(scene).field == "prefill_swa lens of token 2 (request 1)"
         scene.metadata.prefill_swa_lens[1] = 2
         scene.metadata.decode_swa_indices[0, 0, 5] = -2
-        assert refusal(scene).field == "decode_swa rows of token 0"
+        assert refusal(scene).field == "decode_swa rows of token 0 (request 0)"
         scene.metadata.decode_swa_indices[0, 0, 5] = -1
         scene.metadata.prefill_swa_indices[0, 0, 1] = 2**31 - 1  # past the row's length
         scene.run()
