@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 def test_every_file_of_the_packages_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
     expected = {
         str(path.relative_to(base))
-        for base, package in ((ROOT, "swa_backend"), (ROOT / "platforms", "swa_platform_*"))
+        for base, package in ((ROOT, "swa_backend"), (ROOT / "platforms", "swa_*"))
         for folder in base.glob(package)
         for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
@@ -49,6 +49,7 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
     points = ConfigParser()
     points.read_string(wheel.read(name).decode())
     assert dict(points["console_scripts"]) == {"swa-backend": "swa_backend.cli:main"}
+    assert dict(points["vllm.general_plugins"]) == {"swa_backend": "swa_backend_vllm:register"}
     assert {name: value.partition(":")[0] for name, value in points["swa_backend.platforms"].items()} == {
         "cpu": "swa_platform_cpu",
         "cuda": "swa_platform_cuda",

@@ -1,0 +1,1 @@
+"""Serving engines that this library can be switched on in, one package each. Nothing else imports them."""

@@ -1,0 +1,277 @@
+"""Metadata builders in the place of vLLM's: each derived from the class that it replaces.
+
+The replacement goes in below what vLLM's own subclasses add and above their common base, so that graph support, the
+decode threshold and fields that a subclass fills stay vLLM's, and the rows are built by this library.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from swa_backend.batch import CommonAttentionMetadata
+from swa_backend.builder import DeepseekSparseSWAMetadataBuilder
+from swa_backend.capture import capture_id
+from swa_backend.errors import BatchError, ConfigError
+from swa_backend.groups import SwaGroup
+from swa_backend.integrations.vllm.engine import builder_class, with_engine_attention
+from swa_backend.integrations.vllm.metadata import MADE_BY, fill, metadata_classes, new_pending
+from swa_backend.integrations.vllm.settings import cache_spec, check_width, window_config
+from swa_backend.integrations.vllm.shared_step import SharedBatch, note, wrap_loops
+from swa_backend.integrations.vllm.surface import BUILDERS
+from swa_backend.integrations.vllm.warmup import warm_builds
+from swa_backend.metadata import DeepseekSparseSWAMetadata
+from swa_backend.platform import CacheRole
+from swa_backend.registry import get_backend
+
+_OFF = "Unset SWA_BACKEND_VLLM for this model."
+
+
+class Builds:
+    """This library's builder for cache groups that vLLM builds for one batch.
+
+    Args:
+        members: vLLM's builders, one for each group, the first one's group being the main one.
+    """
+
+    def __init__(self, members: tuple[Any, ...]) -> None:
+        first = members[0]
+        if capture_id(torch.empty(0, device=first.device)):
+            raise BatchError(
+                "build",
+                found="the first build of these cache groups inside a graph capture",
+                legal="a build before it, in which the buffers are allocated",
+                fix="Run a step of these groups before it is captured.",
+            )
+        names = [str(number) for number in range(1, len(members))]
+        backend = first.swa_backend
+        spec = cache_spec(first.kv_cache_spec, first.swa_config, backend.cache_dialect(CacheRole.SWA))
+        self.builder: DeepseekSparseSWAMetadataBuilder = builder_class(backend, first.ragged)(
+            spec,
+            [name for member in members for name in member.layer_names],
+            first.swa_config,
+            first.device,
+            swa_groups=[SwaGroup(name, one.block_size) for name, one in zip(names, members[1:], strict=True)],
+        )
+        self._names = names
+        self._max_model_len = first.max_model_len
+
+    def build(self, batch: SharedBatch) -> None:
+        """Build all groups in one launch, and fill the objects that were handed out for them."""
+        common, members = batch.common, batch.members
+        tokens = common.num_actual_tokens
+        taken = _batch(common, batch.replay_start, self._max_model_len)
+        requests = common.num_reqs
+        groups = {
+            name: (_first(table, requests), _first(slots, tokens))
+            for name, (_, table, slots, _) in zip(self._names, members[1:], strict=True)
+        }
+        main = self.builder.build(0, taken, groups=groups or None)
+        for (builder, table, slots, made), ours in zip(members, (main, *main.groups.values()), strict=True):
+            others: dict[str, Any] = builder.fresh_fields(ours.num_decode_tokens)
+            others[MADE_BY] = self, main
+            if slots.shape[0] != tokens:
+                others["slot_mapping"] = slots
+            if table.shape[0] != requests:
+                others["block_table"] = table
+            fill(made, builder.classes, ours, others)
+
+
+def _batch(common: Any, replay_start: torch.Tensor | None, max_model_len: int) -> CommonAttentionMetadata:
+    """vLLM's batch as this library takes it; what reaches past its requests or tokens is left out."""
+    requests, tokens = common.num_reqs, common.num_actual_tokens
+    return CommonAttentionMetadata(
+        query_start_loc=_first(common.query_start_loc, requests + 1),
+        query_start_loc_cpu=_first(common.query_start_loc_cpu, requests + 1),
+        seq_lens=_first(common.seq_lens, requests),
+        num_reqs=requests,
+        num_actual_tokens=tokens,
+        max_query_len=int(common.max_query_len),
+        max_seq_len=min(int(common.max_seq_len), max_model_len),  # vLLM's bound may count drafts past the end
+        block_table_tensor=_first(common.block_table_tensor, requests),
+        slot_mapping=_first(common.slot_mapping, tokens),
+        seq_lens_cpu_upper_bound=_first(common.seq_lens_cpu_upper_bound, requests),
+        causal=common.causal,
+        mm_req_doc_ranges=common.mm_req_doc_ranges,
+        replay_start=_first(replay_start, requests),
+    )
+
+
+def _first(tensor: Any, count: int) -> Any:
+    return tensor if tensor is None or tensor.shape[0] <= count else tensor[:count]
+
+
+def _replacing(base: Any, sparse_swa: ModuleType) -> type:
+    """The class that goes in between vLLM's base class and its subclasses."""
+
+    class SharedBuilds(base):  # type: ignore[misc]
+        """Builds rows with this library; everything else is the class it is derived from."""
+
+        ragged = False
+        metadata_class: type = sparse_swa.DeepseekSparseSWAMetadata
+
+        def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+            _check_engine(vllm_config)
+            # vLLM's constructor derives its settings, and allocates its buffers where that costs nothing.
+            super().__init__(kv_cache_spec, layer_names, vllm_config, torch.device("meta"))
+            for name, value in list(vars(self).items()):
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    delattr(self, name)
+            self.device = device
+            self.swa_config = window_config(self)
+            check_width(self, self.swa_config)
+            self.swa_backend = with_engine_attention(get_backend())
+            self.classes = metadata_classes(self.metadata_class)
+            self._builds: dict[tuple[int, ...], Builds] = {}  # by the builders that are built together, this one first
+            self._plan_fields: tuple[str, ...] | None = None
+            # Equal for builders whose groups can be built together.
+            self.group_kind = (id(self.swa_config), self.ragged, device)
+            warm_builds(self.swa_backend, self.swa_config, device, ragged=self.ragged)
+            wrap_loops()
+
+        def build(
+            self,
+            common_prefix_len: int,
+            common_attn_metadata: Any,
+            fast_build: bool = False,
+            replay_start: torch.Tensor | None = None,
+        ) -> Any:
+            """The metadata of a step, as vLLM's own class returns it."""
+            return note(self, common_attn_metadata, replay_start, self._new_object)
+
+        def _new_object(self, batch: SharedBatch) -> Any:
+            return new_pending(self.classes, batch.make)
+
+        def build_together(self, batch: SharedBatch) -> None:
+            """Build the groups of a batch whose first member this is."""
+            key = tuple(id(member[0]) for member in batch.members)
+            found = self._builds.get(key)
+            if found is None:
+                found = self._builds[key] = Builds(tuple(member[0] for member in batch.members))
+            found.build(batch)
+
+        def fresh_fields(self, num_decode_tokens: int) -> dict[str, Any]:
+            """Fields that vLLM fills later in the step, and empty FlashMLA plans where its kernels take them."""
+            others: dict[str, Any] = {"flashinfer_sparse_index_cache": {}}
+            if num_decode_tokens:
+                names = self._plan_fields
+                if names is None:
+                    plans = self.build_tile_scheduler(num_decode_tokens)
+                    names = self._plan_fields = tuple(
+                        f"tile_sched_{kind}" for kind, plan in plans.items() if plan is not None
+                    )
+                for name in names:
+                    others[name] = sparse_swa.get_mla_metadata()[0]
+            return others
+
+        def update_draft_decode_metadata(self, metadata: Any) -> None:
+            """Derive a decode-only step again after vLLM advanced its lengths and slots in place."""
+            if metadata.num_decode_tokens == 0:
+                return
+            builds, main = getattr(metadata, MADE_BY, (None, None))
+            if builds is None or not isinstance(main, DeepseekSparseSWAMetadata):
+                raise BatchError(
+                    "metadata",
+                    found=f"a {type(metadata).__name__} that this builder did not make",
+                    legal="what build() returned",
+                    fix="Update a builder's metadata with that builder.",
+                )
+            builds.builder.update_draft_decode_metadata(main)
+            metadata.flashinfer_sparse_index_cache.clear()
+            for name, value in self.fresh_fields(metadata.num_decode_tokens).items():
+                if name.startswith("tile_sched_"):
+                    setattr(metadata, name, value)
+
+    return SharedBuilds
+
+
+def _ragged(builder_cls: Any) -> type:
+    """What goes above a subclass of vLLM's that only adds ragged copies: its own build is passed over."""
+
+    class RaggedBuilds:
+        ragged = True
+        supports_draft_decode_metadata_update = True  # the update here derives the ragged rows again, too
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            for name in ("decode_swa_ragged_indices_buffer", "decode_swa_ragged_indptr_buffer"):
+                vars(self).pop(name, None)
+
+        def build(self, *args: Any, **kwargs: Any) -> Any:
+            return super(builder_cls, self).build(*args, **kwargs)  # type: ignore[misc]
+
+    return RaggedBuilds
+
+
+def _check_engine(vllm_config: Any) -> None:
+    parallel = getattr(vllm_config, "parallel_config", None)
+    ranks = getattr(parallel, "prefill_context_parallel_size", 1)
+    if ranks > 1:
+        raise ConfigError(
+            "prefill_context_parallel_size", found=ranks, legal=1, fix="Unset SWA_BACKEND_VLLM, or this option."
+        )
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(getattr(speculative, "draft_model_config", None), "hf_config", None)
+    if speculative is not None and speculative.use_dspark() and not getattr(draft, "sample_from_anchor", True):
+        raise ConfigError(
+            "sample_from_anchor",
+            found="False: a draft block of num_speculative_tokens + 1 tokens",
+            legal="True: a block of num_speculative_tokens",
+            fix=_OFF,
+        )
+
+
+class Replacements:
+    """Replaces builders and window backends of one vLLM; the same answer for the same class.
+
+    Args:
+        sparse_swa: vLLM's module of that name.
+    """
+
+    def __init__(self, sparse_swa: ModuleType) -> None:
+        self._base: type = sparse_swa.DeepseekSparseSWAMetadataBuilder
+        self._own = _replacing(self._base, sparse_swa)
+        self._builders: dict[type, type] = {}
+        self._backends: dict[type, type] = {}
+
+    def builder(self, builder_cls: type) -> type:
+        """The class that replaces one of vLLM's builders.
+
+        Raises:
+            ConfigError: it is none of those that are known.
+        """
+        found = self._builders.get(builder_cls)
+        if found is None:
+            found = self._builders[builder_cls] = self._derive(builder_cls)
+        return found
+
+    def _derive(self, builder_cls: type) -> type:
+        name = f"{builder_cls.__module__}.{builder_cls.__qualname__}"
+        kind = BUILDERS.get(name)
+        if kind is None:
+            raise ConfigError(
+                "metadata builder",
+                found=name,
+                legal=", ".join(sorted(BUILDERS)),
+                fix="Unset SWA_BACKEND_VLLM: this builder is not one that the plugin was made for.",
+            )
+        own = self._own
+        members: dict[str, Any] = {"__module__": __name__, "__doc__": builder_cls.__doc__}
+        bases: tuple[type, ...] = (own,) if builder_cls is self._base else (builder_cls, own)
+        if kind == "ragged":
+            beside = sys.modules[builder_cls.__module__]
+            bases = (_ragged(builder_cls), *bases)
+            members["metadata_class"] = getattr(beside, builder_cls.__name__.removesuffix("Builder"))
+        return type(f"SwaBackend{builder_cls.__name__}", bases, members)
+
+    def backend(self, backend_cls: type) -> type:
+        """A window backend that differs from vLLM's in its builder alone."""
+        found = self._backends.get(backend_cls)
+        if found is None:
+            builder_cls = self.builder(backend_cls.get_builder_cls())  # type: ignore[attr-defined]
+            members = {"__module__": __name__, "get_builder_cls": staticmethod(lambda: builder_cls)}
+            found = self._backends[backend_cls] = type(f"SwaBackend{backend_cls.__name__}", (backend_cls,), members)
+        return found

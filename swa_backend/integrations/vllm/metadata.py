@@ -1,0 +1,83 @@
+"""The objects that vLLM's attention reads: of vLLM's own class, filled from this library's build.
+
+A builder hands its object out before the builds of a batch are made together (see `shared_step`). Until then the
+object is of a class that makes them on the first read, so that whoever looks early sees what everybody sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from swa_backend.metadata import DeepseekSparseSWAMetadata
+
+OURS = "swa_backend"
+"""Attribute of a filled object that holds this library's own metadata of the step."""
+
+MADE_BY = "swa_backend_builds"
+"""Attribute of a filled object that holds the builds that made it."""
+
+_PENDING = "swa_backend_pending"
+
+
+class MetadataClasses(NamedTuple):
+    """Both derived from one metadata class of vLLM's, and told from it by nothing that vLLM looks at."""
+
+    pending: type
+    filled: type
+
+
+@cache
+def metadata_classes(base: type) -> MetadataClasses:
+    """Derive them.
+
+    Args:
+        base: vLLM's dataclass.
+    """
+
+    def get_prefill_chunk_plan(
+        self: Any, compress_ratio: int, prefill_chunk_size: int, has_compressed: bool | None = None
+    ) -> Sequence[tuple[int, int, int, int]]:
+        ours = vars(self).get(OURS)
+        if ours is None:  # a copy that vLLM made field by field
+            plan: Any = base.get_prefill_chunk_plan(  # type: ignore[attr-defined]
+                self, compress_ratio, prefill_chunk_size, has_compressed
+            )
+        else:
+            plan = ours.get_prefill_chunk_plan(compress_ratio, prefill_chunk_size, has_compressed)
+        found: Sequence[tuple[int, int, int, int]] = plan
+        return found
+
+    def read_early(self: Any, name: str) -> Any:
+        if name != "__class__":
+            make = object.__getattribute__(self, "__dict__").pop(_PENDING, None)
+            if make is not None:
+                make()
+        return object.__getattribute__(self, name)
+
+    names = {"__module__": __name__, "get_prefill_chunk_plan": get_prefill_chunk_plan}
+    filled = type(base.__name__, (base,), names)
+    pending = type(base.__name__, (base,), {"__module__": __name__, "__getattribute__": read_early})
+    return MetadataClasses(pending, filled)
+
+
+def new_pending(classes: MetadataClasses, make: Callable[[], None]) -> Any:
+    """An object without fields; reading any of them calls ``make``, which must `fill` it."""
+    made: Any = object.__new__(classes.pending)
+    object.__getattribute__(made, "__dict__")[_PENDING] = make
+    return made
+
+
+def fill(made: Any, classes: MetadataClasses, ours: DeepseekSparseSWAMetadata, others: dict[str, Any]) -> None:
+    """Give a pending object its fields: those of this library's metadata, which have vLLM's names, and ``others``.
+
+    Fields that vLLM fills later in the step keep the defaults of its class, or what was set meanwhile.
+    """
+    values: dict[str, Any] = object.__getattribute__(made, "__dict__")
+    values.pop(_PENDING, None)
+    values.update(ours.__dict__)
+    values.update(others)
+    values[OURS] = ours
+    made.__class__ = classes.filled

@@ -1,0 +1,136 @@
+"""vLLM's settings and cache specs in this library's terms.
+
+What a metadata build depends on is taken over from the attributes that vLLM's own builder constructor derives, not
+derived a second time from vLLM's configuration: the two can then not disagree.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from swa_backend._checks import show
+from swa_backend.cache_layout import HEAD_DIM, LAYOUT_NAMES, Dialect, PageLayout, get_layout
+from swa_backend.cache_spec import KVCacheSpec
+from swa_backend.config import ROPE_DIM, BackendConfig, SchedulerConfig, SpeculativeConfig
+from swa_backend.errors import ConfigError
+from swa_backend.layer_types import ModelVersion
+from swa_backend.model_config import ImageMode, ModelConfig
+from swa_backend.platform import CacheRole
+
+_PLAIN_LAYOUTS = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8_per_tensor"}
+
+
+def window_config(builder: Any) -> BackendConfig:
+    """The settings that a build of window rows depends on, as vLLM's constructor left them in ``builder``.
+
+    Everything else of the model (layers, heads, compressed caches) is made up: the attention is vLLM's.
+
+    Raises:
+        ConfigError: a setting that this library cannot represent.
+    """
+    model = ModelConfig(
+        name="vLLM",
+        version=ModelVersion.V4,
+        num_hidden_layers=1,
+        num_heads=1,
+        head_dim=HEAD_DIM,
+        rope_dim=ROPE_DIM,
+        window_size=builder.window_size,
+        index_topk=1,
+        max_position_embeddings=builder.max_model_len,
+        compress_ratios=(0,),
+        image_mode=ImageMode.BIDIRECTIONAL if builder.max_image_tokens else ImageMode.NONE,
+        max_image_tokens=builder.max_image_tokens,
+    )
+    return _shared(
+        BackendConfig(model, scheduler_of(builder), speculative=speculative_of(builder), page_tokens=builder.block_size)
+    )
+
+
+def scheduler_of(builder: Any) -> SchedulerConfig:
+    """The scheduler's limits. A padded batch may have as many requests, or decodes, as it has tokens."""
+    tokens = builder.max_num_batched_tokens
+    requests = max(builder.vllm_config.scheduler_config.max_num_seqs, tokens)
+    return SchedulerConfig(builder.max_model_len, requests, tokens)
+
+
+def speculative_of(builder: Any) -> SpeculativeConfig | None:
+    """Speculative decoding, such that the decode threshold and the width of draft rows are vLLM's.
+
+    Raises:
+        ConfigError: vLLM's threshold or width follows from no setting of this library.
+    """
+    drafts, threshold = builder.num_speculative_tokens or 0, builder.decode_threshold
+    if not drafts and threshold == 1:
+        return None
+    both = threshold == 1 + 2 * drafts
+    if not drafts or threshold not in (1 + drafts, 1 + 2 * drafts):
+        raise ConfigError(
+            "decode threshold",
+            found=f"{threshold} with num_speculative_tokens {show(drafts)}",
+            legal="1 + num_speculative_tokens, or twice as many drafts with parallel drafting",
+            fix="Unset SWA_BACKEND_VLLM for this configuration.",
+        )
+    return SpeculativeConfig(drafts, parallel_drafting=both, dspark=builder.is_dspark)
+
+
+def check_width(builder: Any, config: BackendConfig) -> None:
+    """Refuse a width of draft rows that is not the one of vLLM's own buffers.
+
+    Raises:
+        ConfigError: the widths differ.
+    """
+    if builder.noncausal_index_width != config.non_causal_width:
+        raise ConfigError(
+            "noncausal_index_width",
+            found=builder.noncausal_index_width,
+            legal=config.non_causal_width,
+            fix="Unset SWA_BACKEND_VLLM: this vLLM pads draft rows in another way.",
+        )
+
+
+def cache_spec(spec: Any, config: BackendConfig, dialect: Dialect) -> KVCacheSpec:
+    """The spec of a group's sliding-window cache.
+
+    Args:
+        spec: vLLM's ``SlidingWindowMLASpec``, or ``MLAAttentionSpec`` where it keeps whole contexts.
+        config: this library's settings.
+        dialect: fp8 dialect in which the cache is written here.
+
+    Raises:
+        ConfigError: the cache has a layout that this library does not know.
+    """
+    layout = layout_of(spec, dialect)
+    return KVCacheSpec(CacheRole.SWA, layout, spec.block_size, spec.dtype, config.model.window_size)
+
+
+def layout_of(spec: Any, dialect: Dialect) -> PageLayout:
+    """The byte layout that vLLM's spec describes: by its dtype, or by the bytes of an entry of packed caches.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    dtype, content = getattr(spec, "dtype", torch.uint8), getattr(spec, "state_content_bytes", None)
+    if dtype in _PLAIN_LAYOUTS:
+        return get_layout(_PLAIN_LAYOUTS[dtype], dialect)
+    for name in LAYOUT_NAMES:
+        layout = get_layout(name, dialect)
+        if dtype == torch.uint8 and layout.packed and content == layout.bytes_per_token:
+            return layout
+    packed = [get_layout(name, dialect) for name in LAYOUT_NAMES]
+    raise ConfigError(
+        "kv_cache_spec",
+        found=f"{dtype} with {content} bytes an entry",
+        legal=f"{', '.join(map(str, _PLAIN_LAYOUTS))}, or torch.uint8 with "
+        f"{', '.join(str(one.bytes_per_token) for one in packed if one.packed)} bytes",
+        fix="Unset SWA_BACKEND_VLLM for this --kv-cache-dtype.",
+    )
+
+
+@cache
+def _shared(config: BackendConfig) -> BackendConfig:
+    """One object for equal settings, so that builders of one engine can tell at a glance that theirs are equal."""
+    return config
