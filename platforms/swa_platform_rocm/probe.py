@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
-
 from swa_backend.machine import Machine
 from swa_backend.platform import Probe, Target
+from swa_platform_rocm.chips import reasons_against
 
 _NODES = ("/dev/kfd",)
 # HIP reads the last one too, so that code written for the other vendor keeps working.
-_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+_BELOW = "ROCR_VISIBLE_DEVICES"
 _SAME_MEANING = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+_VISIBILITY = (_BELOW, *_SAME_MEANING)
 
 
 def probe(machine: Machine | None = None) -> Probe:
@@ -27,9 +27,10 @@ def probe(machine: Machine | None = None) -> Probe:
     reasons.append(f"an AMD device is present ({nodes[0]})" if nodes else f"no AMD device: no {', '.join(_NODES)}")
     hidden = machine.hidden_by(_VISIBILITY)
     reasons.extend(f"{setting} hides every device" for setting in hidden)
+    past = () if hidden else _past_the_list(machine)
     if version:
-        reasons.extend(_conflict(machine))
-    usable = bool(version and nodes and not hidden)
+        reasons.extend((*_conflict(machine), *past))
+    usable = bool(version and nodes and not hidden and not past)
     return Probe(usable=usable, preferred=usable, reasons=tuple(reasons))
 
 
@@ -42,11 +43,22 @@ def _conflict(machine: Machine) -> tuple[str, ...]:
     return (f"{settings} contradict each other; set one of them, or both alike",)
 
 
+def _past_the_list(machine: Machine) -> tuple[str, ...]:
+    """ROCR's list comes first, and HIP counts within it: its own list ends at the first number that is too large."""
+    below, named = machine.env.get(_BELOW), [name for name in _SAME_MEANING if name in machine.env]
+    if below is None or not named:
+        return ()
+    name, left = named[0], len(below.split(","))
+    first = machine.env[name].split(",", 1)[0].strip()
+    if not first.isdecimal() or int(first) < left:
+        return ()
+    return (f"{name}={machine.env[name]!r} counts within {_BELOW}={below!r}, which leaves {left}: no device is left",)
+
+
 def check_target(target: Target) -> tuple[str, ...]:
     """Reasons why a chip cannot be built for; empty when it can."""
     reasons: list[str] = []
     if target.vendor != "hip":
         reasons.append(f"the vendor is {target.vendor!r}, not 'hip'")
-    if not re.fullmatch(r"gfx[0-9a-f]{3,5}", target.arch):
-        reasons.append(f"the architecture {target.arch!r} is not written as 'gfx' and its number, such as 'gfx942'")
+    reasons.extend(reasons_against(target.arch))
     return tuple(reasons)
