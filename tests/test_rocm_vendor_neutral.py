@@ -62,6 +62,11 @@ def is_device_type(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id == "device_type"
 
 
+def is_build_note(node: ast.AST) -> bool:
+    """``torch.version.hip`` as it stands."""
+    return isinstance(node, ast.Attribute) and names_a_vendor(node)
+
+
 def branches(tree: ast.AST) -> Iterator[int]:
     """Lines on which something is decided by a vendor's name."""
     for node in ast.walk(tree):
@@ -75,9 +80,8 @@ def branches(tree: ast.AST) -> Iterator[int]:
             decides = node.func.attr in ("startswith", "endswith", "fullmatch", "match", "search")
             if decides and any(map(names_a_vendor, node.args)):
                 yield node.lineno
-        elif isinstance(node, (ast.If, ast.While, ast.IfExp)) and isinstance(node.test, ast.Attribute):
-            if names_a_vendor(node.test):
-                yield node.lineno
+        elif isinstance(node, (ast.If, ast.While, ast.IfExp)) and is_build_note(node.test):
+            yield node.lineno
 
 
 def libraries(tree: ast.AST) -> Iterator[str]:
