@@ -33,6 +33,7 @@ class Histories:
         self.entry_keys = {
             ratio: np.empty(int((lengths // ratio).sum()), dtype=_U) for ratio in self.entry_base
         }  # complete entries only
+        self.changes = 0  # counts what `reject` and `restore` do to the keys
         self._seed = seed
         self._rejected: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         for request in requests:
@@ -69,10 +70,12 @@ class Histories:
         while self._rejected:
             array, where, old = self._rejected.pop()
             array[where] = old
+            self.changes += 1
 
     def _swap(self, array: np.ndarray, where: np.ndarray, new: np.ndarray) -> None:
         self._rejected.append((array, where, array[where]))
         array[where] = new
+        self.changes += 1
 
     def _request_keys(self, request: Request) -> np.ndarray:
         positions = np.arange(request.total_length, dtype=_U)

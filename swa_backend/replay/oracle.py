@@ -59,6 +59,7 @@ class Oracle:
         num_heads: query heads.
         sinks: [num_heads] float32 for each layer type.
         scale: factor of the logits.
+        device: where it computes; it needs float64.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Oracle:
         num_heads: int,
         sinks: dict[LayerType, torch.Tensor],
         scale: float = HEAD_DIM**-0.5,
+        device: torch.device | str = "cpu",
     ) -> None:
         written = chunk_table(mode, seed).double().numpy()
         # Place c of the written row repeats the chunk table, so column block c holds what chunk c turns into.
@@ -83,16 +85,19 @@ class Oracle:
         elif mode is not DataMode.EXACT:
             stored[True] = stored_rows(rows, compressed_layout)
         # Row n * NUM_CHUNKS + c is chunk c of a key row that picks the table's row n there.
-        self._tables = {entry: torch.from_numpy(table).view(-1, CHUNK) for entry, table in stored.items()}
-        self._queries = query_table(seed).double()
+        self._device = torch.device(device)
+        self._tables = {
+            entry: torch.from_numpy(table).view(-1, CHUNK).to(self._device) for entry, table in stored.items()
+        }
+        self._queries = query_table(seed).double().to(self._device)
         self._num_heads = num_heads
-        self._sinks = {layer: sink.double().cpu() for layer, sink in sinks.items()}
+        self._sinks = {layer: sink.to(self._device).double() for layer, sink in sinks.items()}
         self._scale = scale
 
     def keys_of(self, keys: np.ndarray, layer: LayerType, *, entry: bool) -> torch.Tensor:
         """Cached rows [n, 512] float64 of content keys [n]."""
         numbers = torch.from_numpy(chunk_numbers(keys, layer, entry=entry)) * NUM_CHUNKS + torch.arange(NUM_CHUNKS)
-        return self._tables[entry].index_select(0, numbers.view(-1)).view(len(keys), HEAD_DIM)
+        return self._tables[entry].index_select(0, numbers.view(-1).to(self._device)).view(len(keys), HEAD_DIM)
 
     def attend(self, token: np.uint64, layer: LayerType, window: np.ndarray, entries: np.ndarray) -> np.ndarray:
         """Output [num_heads, 512] float64.
@@ -105,13 +110,13 @@ class Oracle:
         """
         k = torch.cat([self.keys_of(window, layer, entry=False), self.keys_of(entries, layer, entry=True)])
         numbers = query_numbers(np.array([token], dtype=np.uint64), layer, self._num_heads)[0]
-        q = self._queries[torch.from_numpy(numbers)]
+        q = self._queries[torch.from_numpy(numbers).to(self._device)]
         sink = self._sinks[layer]
         logits = (q @ k.T).mul_(self._scale)
         peak = torch.maximum(logits.amax(dim=1), sink)
         weights = logits.sub_(peak[:, None]).exp_()
         total = weights.sum(dim=1) + (sink - peak).exp()
-        result: np.ndarray = (weights @ k).div_(total[:, None]).numpy()
+        result: np.ndarray = (weights @ k).div_(total[:, None]).cpu().numpy()
         return result
 
 

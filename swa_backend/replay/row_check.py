@@ -35,17 +35,35 @@ class RowCheck:
 
     Args:
         num_slots: slots of each group.
+        device: where the maps are kept and rows are checked; best where the rows are.
     """
 
-    def __init__(self, num_slots: Mapping[str, int]) -> None:
+    def __init__(self, num_slots: Mapping[str, int], device: torch.device | str = "cpu") -> None:
         self.verdict = RowVerdict()
+        self.device = torch.device(device)
         # Int64 with the bits of the uint64 key; 0 is nobody (a real key is 0 once in 2^64).
-        self._owner = {name: torch.zeros(slots, dtype=torch.int64) for name, slots in num_slots.items()}
+        self._owner = {
+            name: torch.zeros(slots, dtype=torch.int64, device=self.device) for name, slots in num_slots.items()
+        }
+        self._uploaded: dict[int, tuple[np.ndarray, int, torch.Tensor]] = {}
+
+    def _keys(self, keys: np.ndarray, changes: int) -> torch.Tensor:
+        """All content keys where they are looked up; copied again only when they have changed."""
+        known = self._uploaded.get(id(keys))
+        if known is not None and known[0] is keys and known[1] == changes:
+            return known[2]
+        # Without any key all counts are 0, and a key that is never compared stands in.
+        tensor = torch.from_numpy(keys.view(np.int64)) if len(keys) else torch.zeros(1, dtype=torch.int64)
+        tensor = tensor.to(self.device)
+        if self.device.type != "cpu":  # there it is the array itself
+            self._uploaded[id(keys)] = keys, changes, tensor
+        return tensor
 
     def wrote(self, group: str, slots: np.ndarray, keys: np.ndarray) -> None:
         """Note that content ``keys`` [n] was written to ``slots`` [n]; negative slots are no write."""
         real = slots >= 0
-        self._owner[group][torch.from_numpy(slots[real])] = torch.from_numpy(keys[real].view(np.int64))
+        where = torch.from_numpy(slots[real]).to(self.device)
+        self._owner[group][where] = torch.from_numpy(keys[real].view(np.int64)).to(self.device)
 
     def equal(self, group: str, what: str, found: np.ndarray, right: np.ndarray) -> None:
         """Compare slot numbers [n] that the library computed with those of the engine."""
@@ -66,25 +84,27 @@ class RowCheck:
         count: np.ndarray,
         *,
         padded: bool = True,
+        changes: int = 0,
     ) -> None:
         """Check rows that must name runs of consecutive content.
 
         Args:
             group: cache group that the slots belong to.
-            rows: [n, width] int32 slots, host.
-            lens: [n] int32, host.
+            rows: [n, width] int32 slots.
+            lens: [n] int32.
             keys: all content keys; row i must hold ``keys[first[i] : first[i] + count[i]]``.
             first, count: [n].
             padded: entries past the run must be -1; False if they mean nothing.
+            changes: counts changes of the keys.
         """
         n, width = rows.shape
-        # Without any key all counts are 0, and a key that is never compared stands in.
-        all_keys = torch.from_numpy(keys.view(np.int64)) if len(keys) else torch.zeros(1, dtype=torch.int64)
-        begin = torch.from_numpy(first.astype(np.int64))
-        counts = torch.from_numpy(count.astype(np.int64))
+        rows, lens = rows.to(self.device), lens.to(self.device)
+        all_keys = self._keys(keys, changes)
+        begin = torch.from_numpy(first.astype(np.int64)).to(self.device)
+        counts = torch.from_numpy(count.astype(np.int64)).to(self.device)
         at = 0
         while at < n:
-            used = width if padded else max(int(counts[at : at + 4096].max()), 1)
+            used = width if padded else max(int(count[at : at + 4096].max()), 1)
             part = slice(at, at + max(1, min(4096, _MAX_ELEMENTS // max(used, 1))))
             self._check_part(
                 group, at, rows[part, :used], lens[part], all_keys, begin[part], counts[part], padded=padded
@@ -104,7 +124,7 @@ class RowCheck:
         *,
         padded: bool,
     ) -> None:
-        column = torch.arange(rows.shape[1])
+        column = torch.arange(rows.shape[1], device=self.device)
         live = column < counts[:, None]
         want = all_keys[(begin[:, None] + column).clamp_(max=len(all_keys) - 1)]
         bad = live & (self._holders(group, rows) != want)
@@ -120,21 +140,25 @@ class RowCheck:
         keys: np.ndarray,
         first: np.ndarray,
         picks: torch.Tensor,
+        *,
+        changes: int = 0,
     ) -> None:
         """Check rows that must name picked content, packed to the left in the order of the picks.
 
         Args:
             group: cache group that the slots belong to.
-            rows: [n, K] int32 slots, host.
-            lens: [n] int32, host.
+            rows: [n, K] int32 slots.
+            lens: [n] int32.
             keys: all content keys; a pick p of row i stands for ``keys[first[i] + p]``.
             first: [n].
-            picks: [n, K] int32, host; -1 is no pick.
+            picks: [n, K] int32; -1 is no pick.
+            changes: counts changes of the keys.
         """
         n, width = rows.shape
-        all_keys = torch.from_numpy(keys.view(np.int64))
-        begin = torch.from_numpy(first.astype(np.int64))
-        column = torch.arange(width)
+        rows, lens, picks = rows.to(self.device), lens.to(self.device), picks.to(self.device)
+        all_keys = self._keys(keys, changes)
+        begin = torch.from_numpy(first.astype(np.int64)).to(self.device)
+        column = torch.arange(width, device=self.device)
         size = max(1, _MAX_ELEMENTS // max(width, 1))
         for at in range(0, n, size):
             part = slice(at, at + size)

@@ -28,20 +28,26 @@ class StepRows:
         groups: the cache groups.
         histories: content keys.
         window: tokens that a token sees, itself included.
+        device: where rows are checked.
     """
 
-    def __init__(self, groups: list[GroupSpec], histories: Histories, window: int) -> None:
+    def __init__(
+        self, groups: list[GroupSpec], histories: Histories, window: int, device: torch.device | str = "cpu"
+    ) -> None:
         self._histories = histories
         self._window = window
         self._page_entries = {
             group.name: group.page_tokens // (LayerType(group.name).ratio if group.name != WINDOW_GROUP else 1)
             for group in groups
         }
-        self._check = RowCheck({g.name: g.num_pages * self._page_entries[g.name] for g in groups})
+        self._check = RowCheck({g.name: g.num_pages * self._page_entries[g.name] for g in groups}, device)
         self.verdict = self._check.verdict
 
     def check(
-        self, step: Step, metadata: DeepseekSparseSWAMetadata, picks: dict[LayerType, torch.Tensor],
+        self,
+        step: Step,
+        metadata: DeepseekSparseSWAMetadata,
+        picks: dict[LayerType, torch.Tensor],
         picked: dict[LayerType, TopkSlots],
     ) -> None:
         """Check everything that a build and a top-k mapping made; rows of T tokens each.
@@ -59,8 +65,13 @@ class StepRows:
         for layer, slots in picked.items():
             base = self._histories.entry_base[layer.ratio][step.request_ids]
             self._check.picks(
-                layer.value, slots.slots.cpu(), slots.lens.cpu(), self._histories.entry_keys[layer.ratio], base,
-                picks[layer].cpu(),
+                layer.value,
+                slots.slots,
+                slots.lens,
+                self._histories.entry_keys[layer.ratio],
+                base,
+                picks[layer],
+                changes=self._histories.changes,
             )
 
     def _check_tokens(self, step: Step, metadata: DeepseekSparseSWAMetadata) -> None:
@@ -84,7 +95,13 @@ class StepRows:
         for part, rows, lens in parts:
             checked += rows.shape[0]
             self._check.runs(
-                WINDOW_GROUP, rows[:, 0].cpu(), lens.cpu(), self._histories.keys, first[part], count[part]
+                WINDOW_GROUP,
+                rows[:, 0],
+                lens,
+                self._histories.keys,
+                first[part],
+                count[part],
+                changes=self._histories.changes,
             )
         if checked != step.num_tokens:
             self.verdict.wrong(1, f"{WINDOW_GROUP}: {checked} rows for {step.num_tokens} tokens")
@@ -107,7 +124,8 @@ class StepRows:
             return
         count = (step.positions + 1) // ratio
         first = self._histories.entry_base[ratio][step.request_ids]
-        self._check.runs(name, group.rows.cpu(), group.lens.cpu(), keys, first, count, padded=False)
+        changes = self._histories.changes
+        self._check.runs(name, group.rows, group.lens, keys, first, count, padded=False, changes=changes)
 
 
 class StepOracle:
