@@ -12,6 +12,7 @@ from swa_backend.attention_checks import (
     check_output,
     check_query,
     check_scale,
+    is_usual,
 )
 from swa_backend.attention_values import validate_call
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache
@@ -90,11 +91,12 @@ def _attend(
     out: torch.Tensor | None,
     return_lse: bool,
 ) -> AttentionResult:
-    check_query(q, attn_sink)
+    if not is_usual(q, attn_sink, out):
+        check_query(q, attn_sink)
+        if out is not None:
+            check_output(out, q)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    else:
-        check_output(out, q)
     factor = DEFAULT_SCALE if scale is None else check_scale(scale)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     given = q.shape[0]
