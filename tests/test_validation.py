@@ -101,6 +101,17 @@ def test_a_replay_begins_in_the_prefix(start: int) -> None:
     build(sound(replay=[0, 0, 200]).metadata())
 
 
+def test_both_copies_of_replay_starts_agree() -> None:
+    batch = sound(replay=[0, 4, 100]).metadata()
+    batch.replay_start_cpu = torch.tensor([0, 4, 99], dtype=torch.int32)
+    error = refused(batch)
+    assert (error.field, error.found) == ("replay_start_cpu, request 2", 99)
+    batch.replay_start_cpu[2] = 100
+    build(batch)
+    batch.replay_start = None
+    assert refused(batch).field == "replay_start_cpu, request 1"
+
+
 def test_slots_lie_in_the_cache() -> None:
     batch = sound().metadata()
     batch.slot_mapping[1] = NUM_PAGES * 64

@@ -62,6 +62,7 @@ def fuzz(
 
     from swa_backend.fuzz import Mode, Profile, run_fuzz
 
+    torch.set_num_threads(1)  # everything here is small; threads would only wait for each other
     on_gpu = backend.platform.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(backend.platform.device_type)
     chosen = Profile(profile.value) if profile is not None else Profile.CHIP if on_gpu else Profile.ANY

@@ -86,6 +86,9 @@ def replay(
     skip_bad_rows: Annotated[
         bool, typer.Option("--skip-bad-rows", help="Leave malformed trace rows out and count them.")
     ] = False,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Check the values of every step too, and count what breaks a rule.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Replay a request trace and check what attention gives. Exit status 1 if anything is wrong."""
@@ -112,6 +115,7 @@ def replay(
         cache_layout=cache_layout,
         compressed_layout=compressed_layout,
         skip_bad_rows=skip_bad_rows,
+        validate=validate,
     )
     with progress_bar("replay") as progress:
         report = run_replay(options, progress=progress)

@@ -114,7 +114,8 @@ class Layers:
     def write(self, step: Step, metadata: DeepseekSparseSWAMetadata, histories: Histories) -> None:
         """Write the step's keys to every layer's window cache, and the entries that it completes."""
         for layer in self.layers:
-            write_kv(self.content.rows(step.keys, layer.type), layer.window, metadata.slot_mapping)
+            rows = self.content.rows(step.keys, layer.type)
+            write_kv(rows, layer.window, metadata.slot_mapping, validate=self.config.validate)
             if layer.compressed is not None:
                 ratio = layer.type.ratio
                 completes = np.flatnonzero((step.positions + 1) % ratio == 0)
@@ -127,7 +128,7 @@ class Layers:
         if self._packed is not None:
             self._packed.write(keys, kind, cache, slots)
         else:
-            write_kv(self.content.rows(keys, kind, entry=True), cache, slots)
+            write_kv(self.content.rows(keys, kind, entry=True), cache, slots, validate=self.config.validate)
 
     def choose(self, step: Step) -> dict[LayerType, torch.Tensor]:
         """Top-k picks [T, K] int32 of every layer that has an indexer."""

@@ -63,6 +63,7 @@ class ReplayOptions:
         cache_layout: layout of the window caches.
         compressed_layout: layout of the compressed caches; None takes the model version's. Entries of a layout that
             the library only reads are written by the replay itself.
+        validate: run in validation mode, and count every broken value rule instead of stopping at the first.
 
     Raises:
         ConfigError: a value is out of range; names the field.
@@ -87,6 +88,7 @@ class ReplayOptions:
     pages: int | None = None
     cache_layout: str = "fp8_ds_mla"
     compressed_layout: str | None = None
+    validate: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in (("attention", Attention), ("verify", Verify), ("data", DataMode)):
@@ -99,6 +101,7 @@ class ReplayOptions:
         require_int("seed", self.seed, minimum=0, maximum=2**63 - 1)
         require_int("drafts", self.drafts, minimum=0)
         require_bool("skip_bad_rows", self.skip_bad_rows)
+        require_bool("validate", self.validate)
         self._check_acceptance()
         self._check_combinations()
 
@@ -196,6 +199,7 @@ class ReplayOptions:
             page_tokens=self.page_tokens,
             cache_layout=self.cache_layout,
             compressed_layout=self.compressed_layout,  # type: ignore[arg-type]  # None is resolved by the class
+            validate=self.validate,
         )
 
     def num_pages(self, requests: Sequence[Request]) -> int:

@@ -55,7 +55,8 @@ class ReplayReport:
         worst_error: largest relative error of a row of an output; None if nothing was compared, infinite for a NaN.
         rows_checked: index rows checked.
         row_mismatches: index rows, or values beside them, that were wrong.
-        examples: the first mismatches in words.
+        examples: the first mismatches, and the first broken value rules of each kind, in words.
+        problems: what kind of value rule was broken how often; None without validation.
         seconds: time of the whole replay, checks included.
     """
 
@@ -87,11 +88,12 @@ class ReplayReport:
     row_mismatches: int
     seconds: float
     examples: tuple[str, ...] = field(default=())
+    problems: Mapping[str, int] | None = None
 
     @property
     def mismatches(self) -> int:
         """Everything that was wrong; 0 is a pass."""
-        return self.output_mismatches + self.row_mismatches
+        return self.output_mismatches + self.row_mismatches + sum((self.problems or {}).values())
 
     @property
     def prefix_reuse(self) -> float:
@@ -126,8 +128,14 @@ class ReplayReport:
             ("index rows checked", f"{self.rows_checked}, {self.row_mismatches} wrong"),
             ("tokens verified", f"{self.tokens_verified}, {self.output_mismatches} outputs wrong ({self.data} data)"),
             ("worst error", "-" if self.worst_error is None else f"{self.worst_error:.2e}"),
+            ("value rules broken", self._problems()),
             ("mismatches", f"{self.mismatches}"),
             *(("example", text) for text in self.examples),
             ("time", f"{self.seconds:.1f} s"),
         ]
         return table
+
+    def _problems(self) -> str:
+        if self.problems is None:
+            return "not checked (--validate)"
+        return ", ".join(f"{count} {kind}" for kind, count in self.problems.items()) or "0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,7 @@ from swa_backend.config import BackendConfig
 from swa_backend.errors import ConfigError
 from swa_backend.layer_types import LayerType
 from swa_backend.metadata import DeepseekSparseSWAMetadata
+from swa_backend.problems import Problems, count_problems
 from swa_backend.registry import get_backend
 from swa_backend.replay.blocks import BlockManager, PageKeys
 from swa_backend.replay.content import Content, DataMode
@@ -57,8 +59,9 @@ def run_replay(options: ReplayOptions, progress: Progress | None = None) -> Repl
     )
     config = options.backend_config(model, max(request.total_length for request in trace.requests))
     replay = _Replay(options, trace, layer_types, config, backend)
-    replay.run(progress)
-    return replay.report(time.perf_counter() - start)
+    with count_problems() if options.validate else nullcontext() as problems:
+        replay.run(progress)
+    return replay.report(time.perf_counter() - start, problems)
 
 
 @dataclass(slots=True)
@@ -95,7 +98,7 @@ class _Replay:
         self.scheduler = Scheduler(trace.requests, self.manager, keys, self._limits())
         content = Content(DataMode(options.data), seed, config.num_heads, self.device)
         self.layers = _allocate(lambda: Layers(layer_types, config, backend, content, num_pages, seed), num_pages)
-        self.rows = StepRows(self.groups, self.histories, config.model.window_size)
+        self.rows = StepRows(self.groups, self.histories, config.model.window_size, self.device)
         self.oracle = self._make_oracle() if options.runs_attention else None
         self.counts = _Counts(peak_pages={group.name: 0 for group in self.groups})
 
@@ -119,6 +122,7 @@ class _Replay:
             compressed[0] if compressed else layers[0].window.layout,
             self.config.num_heads,
             {layer.type: layer.attn_sink for layer in layers},
+            device=self.device,
         )
         return StepOracle(
             oracle,
@@ -187,7 +191,7 @@ class _Replay:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def report(self, seconds: float) -> ReplayReport:
+    def report(self, seconds: float, problems: Problems | None) -> ReplayReport:
         trace, stats, counts, rows = self.trace, self.scheduler.stats, self.counts, self.rows.verdict
         outputs = self.oracle.verdict if self.oracle is not None else None
         verified = outputs.tokens if outputs is not None else 0
@@ -219,7 +223,12 @@ class _Replay:
             rows_checked=rows.rows,
             row_mismatches=rows.mismatches,
             seconds=seconds,
-            examples=(*rows.examples, *(outputs.examples if outputs is not None else ())),
+            examples=(
+                *rows.examples,
+                *(outputs.examples if outputs is not None else ()),
+                *(problems.texts() if problems is not None else ()),
+            ),
+            problems=None if problems is None else {kind.value: count for kind, count in problems.counts.items()},
         )
 
 
