@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 import torch
 
+from swa_backend.attention import attend
 from swa_backend.builder import DeepseekSparseSWAMetadataBuilder
-from swa_backend.errors import BatchError, PlatformError
+from swa_backend.cache import DeepseekV4SWACache
+from swa_backend.cache_layout import get_layout
+from swa_backend.errors import BatchError, CacheError, PlatformError
 from swa_backend.groups import CompressedGroup, SwaGroup
 from swa_backend.platform import CacheRole
+from swa_backend.reference.codec import write_kv as reference_write
 from swa_backend.registry import get_backend
+from swa_backend.transcode import transcode_pages
 from swa_platform_rocm import PLATFORM
 from swa_platform_rocm.builder import DeepseekV4ROCMAiterSparseSWAMetadataBuilder, GraphSupport
 from tests.rocm_support import GFX942, GFX950, rocm_backend, rocm_builder
-from tests.support import Batch, golden_cases, load_golden, make_config
+from tests.support import Batch, golden_cases, load_golden, make_builder, make_config
 
 # One of each kind; the kernel is compared with every recorded case in tests/kernels.
 GOLDEN = [
@@ -168,6 +173,27 @@ def test_dialects_come_from_each_caches_layout(target: str, window: str) -> None
     builder = rocm_builder(make_config(), torch.device("cpu"), target)
     assert builder.shape.swa_layout.dialect == window
     assert [layout.dialect for layout in builder.shape.compressed_layouts] == ["ocp"]
+
+
+def test_c7_a_cache_of_the_other_dialect_is_refused_and_not_reread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that came from another vendor have to be transcoded: both dialects are 584 bytes a token."""
+    monkeypatch.setenv("SWA_BACKEND_ATTENTION", "reference")
+    backend, cpu = rocm_backend("cpu"), torch.device("cpu")
+    moved = DeepseekV4SWACache(512, 128, torch.uint8, "moved", None, backend, layout=get_layout("fp8_ds_mla"))
+    own = DeepseekV4SWACache(512, 128, torch.uint8, "own", None, backend)
+    for cache in (moved, own):
+        cache.bind_kv_cache(cache.allocate(4, cpu))
+    batch = Batch([1], [70], table=[[1, 2]])
+    metadata = make_builder(make_config(num_heads=2), backend=backend, num_pages=4).build(0, batch.metadata())
+    key = torch.randn(1, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    reference_write(key.expand(70, 512), moved.pages, torch.arange(64, 134))
+    q, sink = torch.ones(1, 2, 512, dtype=torch.bfloat16), torch.full((2,), -torch.inf)
+    with pytest.raises(CacheError, match=r"found fp8_ds_mla version 1 \(584 bytes a token, ocp\).*fnuz"):
+        attend(q, metadata, moved, sink)
+    transcode_pages(moved, own)
+    # Every key is the same one, so that it is the output, but for two roundings: to three and to eight bits.
+    out = attend(q, metadata, own, sink).out
+    torch.testing.assert_close(out[0], key.expand(2, 512), rtol=2**-4 + 2**-8, atol=1e-3)
 
 
 def test_without_a_device_a_chip_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
