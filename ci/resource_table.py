@@ -12,7 +12,6 @@ import json
 import pkgutil
 import sys
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import resources as data_files
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ci.matrix import MATRIX
 from swa_backend import get_backend
 from swa_backend.config import BackendConfig, SpeculativeConfig
 from swa_backend.kernels.jit import Kernel, all_kernels
@@ -28,7 +28,6 @@ from swa_backend.kernels.offline import OfflineDriver, compile_only
 from swa_backend.platform import CacheRole, Target
 from tests.tools.resources import Resources, resources_of
 
-MATRIX = tomllib.loads((Path(__file__).parent / "matrix.toml").read_text())
 CAPACITY: Mapping[str, Any] = {"max_model_len": 131_072, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
 
 
