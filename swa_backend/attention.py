@@ -17,6 +17,7 @@ from swa_backend.attention_checks import (
 from swa_backend.attention_values import validate_call
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache
 from swa_backend.cache_layout import HEAD_DIM
+from swa_backend.capture import capture_id
 from swa_backend.metadata import DeepseekSparseSWAMetadata
 from swa_backend.provider import AttentionCall
 
@@ -103,13 +104,14 @@ def _attend(
     tokens = 0
     if metadata is not None:
         check_metadata(metadata, q)
-        pages, rows = check_caches(q, metadata, cache, compressed)
+        capture = capture_id(q) if metadata.provider.takes_plans else 0
+        pages, rows = check_caches(q, metadata, cache, compressed, capture)
         tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
         if tokens == given:
-            call = AttentionCall(q, out, lse, metadata, pages, attn_sink, factor, rows)
+            call = AttentionCall(q, out, lse, metadata, pages, attn_sink, factor, rows, capture)
         else:
             own = None if lse is None else lse[:tokens]
-            call = AttentionCall(q[:tokens], out[:tokens], own, metadata, pages, attn_sink, factor, rows)
+            call = AttentionCall(q[:tokens], out[:tokens], own, metadata, pages, attn_sink, factor, rows, capture)
         if metadata.validate:
             validate_call(call)
         if metadata.num_decode_tokens:

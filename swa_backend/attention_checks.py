@@ -15,7 +15,7 @@ from swa_backend.cache import CompressedCache, DeepseekV4SWACache
 from swa_backend.cache_layout import HEAD_DIM, check_same_layout
 from swa_backend.config import MAX_HEADS_PER_RANK
 from swa_backend.errors import BatchError, CacheError
-from swa_backend.metadata import DeepseekSparseSWAMetadata
+from swa_backend.metadata import CompressedGroupMetadata, DeepseekSparseSWAMetadata
 from swa_backend.provider import AttentionShape, CompressedRows
 from swa_backend.row_marks import mark_of
 
@@ -173,8 +173,13 @@ def check_caches(
     metadata: DeepseekSparseSWAMetadata,
     cache: DeepseekV4SWACache,
     compressed: tuple[CompressedCache, torch.Tensor, torch.Tensor] | None,
+    capture: int,
 ) -> tuple[PageView, CompressedRows | None]:
     """The pages of both caches and the compressed rows, once they fit the query and what the metadata was built for.
+
+    Args:
+        q, metadata, cache, compressed: as `attend` has them.
+        capture: number of the graph capture that launches go to, 0 outside.
 
     Raises:
         BatchError: the compressed rows do not fit the step.
@@ -204,7 +209,7 @@ def check_caches(
         pages.launches[_FITS] = fits
     if compressed is None:
         return pages, None
-    return pages, _check_compressed(q, metadata, pages, compressed)
+    return pages, _check_compressed(q, metadata, pages, compressed, capture)
 
 
 def _check_compressed(
@@ -212,6 +217,7 @@ def _check_compressed(
     metadata: DeepseekSparseSWAMetadata,
     window: PageView,
     compressed: tuple[CompressedCache, torch.Tensor, torch.Tensor],
+    capture: int,
 ) -> CompressedRows:
     if not isinstance(compressed, (tuple, list)) or len(compressed) != 3:
         raise BatchError(
@@ -235,8 +241,16 @@ def _check_compressed(
         _check_mixing(metadata, window, pages, q)
         pages.launches[_FITS] = fits
     tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
-    shape = rows.shape if isinstance(rows, torch.Tensor) else ()
-    check_tensor("compressed[1] (rows)", rows, torch.int32, shape if len(shape) == 2 else (-1, -1), q.device)
+    mark, built = mark_of(rows, lens, cache.ratio, pages.num_slots, metadata), None
+    known = mark is not None
+    if mark is None:
+        built = _built(metadata, rows, lens)
+        known = built is not None and rows is built.rows and lens is built.lens
+    elif mark.capture != capture:
+        mark = None
+    if not known:
+        check_tensor("compressed[1] (rows)", rows, torch.int32, (-1, -1), q.device)
+    shape = rows.shape
     if shape[0] < tokens or shape[1] < 1:
         raise BatchError(
             "compressed[1] (rows)",
@@ -244,11 +258,31 @@ def _check_compressed(
             legal=f"at least {tokens} rows, the step's tokens, of at least 1 entry",
             fix="Pass a row for every token, padding included.",
         )
-    check_tensor("compressed[2] (lens)", lens, torch.int32, shape[:1], q.device)
-    mark = mark_of(rows, lens, cache.ratio, pages.num_slots, metadata)
+    if not known:
+        check_tensor("compressed[2] (lens)", lens, torch.int32, shape[:1], q.device)
     if shape[0] > tokens:
         rows, lens = rows[:tokens], lens[:tokens]
-    return CompressedRows(pages, cache.ratio, rows, lens, mark)
+    return CompressedRows(pages, cache.ratio, rows, lens, mark, built)
+
+
+def _built(
+    metadata: DeepseekSparseSWAMetadata, rows: torch.Tensor, lens: torch.Tensor
+) -> CompressedGroupMetadata | None:
+    """The group of the step whose complete entries these are, None if they are others."""
+    for group in metadata.compressed.values():
+        own_rows, own_lens = group.rows, group.lens
+        if own_rows is None or own_lens is None:
+            continue
+        if rows is own_rows and lens is own_lens:
+            return group
+        if (
+            isinstance(rows, torch.Tensor)
+            and isinstance(lens, torch.Tensor)
+            and rows.data_ptr() == own_rows.data_ptr()
+            and lens.data_ptr() == own_lens.data_ptr()
+        ):
+            return group
+    return None
 
 
 def _check_mixing(metadata: DeepseekSparseSWAMetadata, pages: PageView, second: PageView, q: torch.Tensor) -> None:

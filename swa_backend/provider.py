@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from swa_backend.cache_layout import PageLayout
     from swa_backend.config import BackendConfig
-    from swa_backend.metadata import DeepseekSparseSWAMetadata
+    from swa_backend.metadata import CompressedGroupMetadata, DeepseekSparseSWAMetadata
     from swa_backend.pages import PageView
     from swa_backend.row_marks import RowsMark
 
@@ -34,7 +34,8 @@ class AttentionShape:
 class CompressedRows:
     """The second cache of a layer in a step: pages, tokens per entry, rows [T, K] int32 slots, lens [T] int32.
 
-    ``mark`` is what `swa_backend.row_marks` knows of the rows, None for rows of unknown origin.
+    Where rows come from is told to a provider that takes plans: ``built`` is the group of which they are the complete
+    entries, as the builder made them, ``mark`` what `map_topk` left (`swa_backend.row_marks`). None and None: unknown.
     """
 
     pages: PageView
@@ -42,6 +43,7 @@ class CompressedRows:
     rows: torch.Tensor
     lens: torch.Tensor
     mark: RowsMark | None = None
+    built: CompressedGroupMetadata | None = None
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class AttentionCall:
     attn_sink: torch.Tensor  # [h] float32
     scale: float
     compressed: CompressedRows | None
+    capture: int = 0  # number of the graph capture that launches go to, for a provider that takes plans
 
 
 class AttentionProvider(Protocol):

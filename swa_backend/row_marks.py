@@ -29,8 +29,8 @@ class RowsMark(NamedTuple):
         lens: [T] int32, the lengths that were written beside the rows.
         is_valid: [T] bool, which tokens have entries.
         num_slots: every entry is below it.
-        versions: torch's counts of changes of rows, lens and positions.
-        capture: number of the graph capture that the rows were written in, 0 outside.
+        versions: torch's counts of changes of rows, lens and positions, added up: each only ever grows.
+        capture: number of the graph capture that the rows were written in, 0 outside; they are only known in there.
         distinct: whether the caller promised that no entry occurs twice in a row.
         number: when; see `swa_backend.step.next_number`.
     """
@@ -40,7 +40,7 @@ class RowsMark(NamedTuple):
     lens: torch.Tensor
     is_valid: torch.Tensor
     num_slots: int
-    versions: tuple[int, int, int]
+    versions: int
     capture: int
     distinct: bool
     number: int
@@ -64,7 +64,7 @@ def mark_rows(
     """Note that `map_topk` has just written ``slots`` and ``lens``; ``num_slots`` None = the cache was not known."""
     mark = None
     if num_slots is not None:
-        versions = version_of(slots), version_of(lens), version_of(positions)
+        versions = version_of(slots) + version_of(lens) + version_of(positions)
         mark = RowsMark(
             positions, ratio, lens, is_valid, num_slots, versions, capture_id(slots), distinct, next_number()
         )
@@ -74,7 +74,10 @@ def mark_rows(
 def mark_of(
     slots: torch.Tensor, lens: torch.Tensor, ratio: int, num_slots: int, metadata: DeepseekSparseSWAMetadata
 ) -> RowsMark | None:
-    """The mark of rows, if it still holds for a step and a cache; None if nothing is known of them."""
+    """The mark of rows, if it still holds for a step and a cache; None if nothing is known of them.
+
+    Tensors with a mark have the types, shapes and device that `map_topk` checked.
+    """
     mark: RowsMark | None = getattr(slots, _ATTRIBUTE, None)
     if (
         mark is None
@@ -82,9 +85,8 @@ def mark_of(
         or mark.num_slots > num_slots
         or mark.ratio != ratio
         or mark.is_valid is not metadata.is_valid_token
-        or mark.versions != (version_of(slots), version_of(lens), version_of(mark.positions))
         or mark.number <= metadata.generation  # of an earlier step
-        or mark.capture != capture_id(slots)
+        or mark.versions != version_of(slots) + version_of(lens) + version_of(mark.positions)
     ):
         return None
     return mark

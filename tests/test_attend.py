@@ -194,7 +194,7 @@ class TestCacheChecks:
 
     def test_a_provider_that_cannot_mix_layouts_is_not_asked_to(self, provider: ProviderUnderTest) -> None:
         class Picky:
-            name = "picky"
+            name, takes_plans = "picky", False
 
             def supports(self, shape: Any) -> list[str]:
                 return ["it reads one layout"] if {*shape.compressed_layouts} != {shape.swa_layout} else []

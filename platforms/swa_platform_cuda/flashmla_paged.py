@@ -71,29 +71,31 @@ class PagedAttention:
             shared = self._preparer.prepare(call, layer_type, kind, tokens, rows, lens, plan)
             plan.shared = shared if second_identity(call) is not None else None
         q, out = call.q, call.out
-        whole = tokens.stop - tokens.start == q.shape[0]
+        count, given, _ = q.shape
+        whole = tokens.stop - tokens.start == count
         if not whole:
             q, out = q[tokens], out[tokens]
+            count = q.shape[0]
         if second is not None:
             extra_rows = shared.extra_rows
             if extra_rows is None:
                 own = second.rows if whole else second.rows[tokens]
                 extra_rows = own.unsqueeze(1) if _takes(own) else self._padded_rows(call, kind, tokens, own)
 
-        given, heads, takes_out = q.shape[1], shared.heads, self._build.takes_out
+        heads, takes_out = shared.heads, self._build.takes_out
         sink = call.attn_sink
         if heads != given:
             sink = padded_sink(sink, heads, self._workspace)
         if heads != given or not bulk_copies(q):
-            padded = self._workspace.take(f"{kind} q", q.shape[0], heads, HEAD_DIM, dtype=torch.bfloat16)
+            padded = self._workspace.take(f"{kind} q", count, heads, HEAD_DIM, dtype=torch.bfloat16)
             padded[:, :given].copy_(q)
             q = padded
-        direct = takes_out and heads == given and out.is_contiguous() and bulk_copies(out)
+        direct = takes_out and heads == given and bulk_copies(out) and out.is_contiguous()
         into = None
         if direct:
             into = out.unsqueeze(1)
         elif takes_out:
-            into = self._workspace.take(f"{kind} out", q.shape[0], heads, HEAD_DIM, dtype=torch.bfloat16).unsqueeze(1)
+            into = self._workspace.take(f"{kind} out", count, heads, HEAD_DIM, dtype=torch.bfloat16).unsqueeze(1)
         result, lse = self._build.decode(
             q.unsqueeze(1), cache, shared.rows, shared.lens, extra_cache, extra_rows, shared.extra_lens, sink,
             call.scale, shared.vendor_plan, into, shared.batch_invariant,

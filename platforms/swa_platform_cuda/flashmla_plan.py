@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from swa_backend.capture import capture_id
 from swa_backend.errors import ProviderError
 from swa_backend.layer_types import LayerType
 from swa_backend.row_marks import version_of
@@ -58,6 +57,7 @@ class TilePlan:
         generation: int,
         *lens: torch.Tensor,
         version: int | None = 0,
+        capture: int = 0,
     ) -> Any:
         """The vendor's plan for a decode: made by this call if it is empty, else known to fit.
 
@@ -71,6 +71,7 @@ class TilePlan:
             lens: the [batch] int32 lengths, as the caller gave them, or what they follow from.
             version: counts changes of the lengths that torch does not see; None where nothing counts them: every call
                 then plans anew.
+            capture: number of the graph capture that the decode goes to, 0 outside.
 
         Raises:
             ProviderError: the plan is of another layer type, was made for other shapes, or for a step before this one.
@@ -85,11 +86,11 @@ class TilePlan:
             self._refuse(name, old, new)
         elif generation != self.generation:
             self._refuse("lengths", f"those of build {self.generation}", f"those of build {generation}")
-        when = (*((one.data_ptr(), version_of(one)) for one in lens), capture_id(lens[0]), version)
+        when = (*((one.data_ptr(), version_of(one)) for one in lens), capture, version)
         if self.shape is None or version is None or when != self._when:
+            self.vendor = make()  # first: if it fails, the plan stays what it was
             self.shape, self.generation, self._when = shape, generation, when
             self._lens = lens  # kept, so that no other tensor can take their addresses
-            self.vendor = make()
             self.filled += 1
         return self.vendor
 

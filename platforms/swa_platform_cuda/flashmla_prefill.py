@@ -13,11 +13,9 @@ import torch
 from swa_backend._math import ceil_to
 from swa_backend.capture import capture_id
 from swa_backend.combine import CombineStep, CompressedRows
-from swa_backend.layer_types import LayerType
 from swa_backend.row_marks import version_of
 from swa_platform_cuda.flashmla_build import HEAD_DIM, PREFILL_WIDTH_MULTIPLE, FlashMLABuild
 from swa_platform_cuda.flashmla_forms import bulk_copies, padded_heads, padded_sink, write_lse
-from swa_platform_cuda.flashmla_shared import is_group_rows, layer_type_of
 from swa_platform_cuda.flashmla_workspace import PADDED_TOKENS, Workspace
 
 if TYPE_CHECKING:
@@ -107,7 +105,7 @@ class GatheredPrefill:
         columns = window.shape[2] if metadata.prefill_right_visible is not None else metadata.window_size
         kind, more, local = "window", 0, None
         if second is not None and group is not None:
-            complete = layer_type_of(call) is LayerType.C128A and is_group_rows(call)
+            complete = second.built is not None
             kind = "complete" if complete else "picked"
             if complete:
                 more = max((part.chunk.compressed for part in parts), default=0)
@@ -118,7 +116,7 @@ class GatheredPrefill:
         out_rows = self._workspace.take(f"prefill {kind} rows", tokens, width)
         out_lens = self._workspace.take(f"prefill {kind} lens", tokens)
         contents = (
-            "gathered", metadata.generation, tokens, width, capture_id(window),
+            "gathered", metadata.generation, tokens, width, call.capture,
             *((one.data_ptr(), version_of(one)) for one in (window, window_lens)),
             second and second.pages.num_pages,
         )  # fmt: skip
@@ -159,7 +157,7 @@ class GatheredPrefill:
         rows = second.rows[own]
         name = f"columns of {group.name}"
         columns = self._workspace.take(name, second.pages.num_pages)
-        contents = (*_step(metadata), group.block_table.data_ptr(), capture_id(rows), second.pages.num_pages)
+        contents = (*_step(metadata), group.block_table.data_ptr(), call.capture, second.pages.num_pages)
         if not self._workspace.holds(name, contents):
             self._tools.mark_columns(
                 group.block_table[metadata.num_decodes :], metadata.seq_lens[metadata.num_decodes :], group.ratio,

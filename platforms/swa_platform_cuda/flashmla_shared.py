@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swa_backend._math import ceil_to
-from swa_backend.capture import capture_id
 from swa_backend.errors import ProviderError
 from swa_backend.layer_types import LayerType
 from swa_backend.row_marks import version_of
@@ -44,19 +43,6 @@ def layer_type_of(call: AttentionCall) -> LayerType:
     return found
 
 
-def is_group_rows(call: AttentionCall) -> bool:
-    """Whether the compressed rows are those that the builder made, the same ones for every layer of a step."""
-    second = call.compressed
-    if second is None:
-        return False
-    given = second.rows
-    for group in call.metadata.compressed.values():
-        rows = group.rows
-        if rows is not None and (rows is given or rows.data_ptr() == given.data_ptr()):
-            return True
-    return False
-
-
 class Shared:
     """What one layer prepared for itself and for those after it.
 
@@ -71,8 +57,8 @@ class Shared:
     """
 
     __slots__ = (
-        "_changes", "_counted", "_entries", "_generation", "_given", "_kept", "_kind", "_pages", "_second", "_versions",
-        "batch_invariant", "extra_lens", "extra_rows", "heads", "lens", "rows", "vendor_plan",
+        "_capture", "_changes", "_counted", "_entries", "_generation", "_given", "_heads", "_kept", "_pages", "_second",
+        "_type", "_versions", "batch_invariant", "extra_lens", "extra_rows", "heads", "lens", "rows", "vendor_plan",
     )  # fmt: skip
 
     def __init__(
@@ -90,13 +76,13 @@ class Shared:
         self.vendor_plan = vendor_plan
         self.batch_invariant = metadata.shape is not None and metadata.shape.batch_invariant
         self._generation, self._pages, self._entries = metadata.generation, pages.num_pages, pages.entries
-        self._kind = layer_type, call.q.shape[1], capture_id(given[0])
+        self._type, self._heads, self._capture = layer_type, call.q.shape[1], call.capture
         self._given = given
         self._counted = not any(one.is_inference() for one in given)
         self._versions = self._count()
         self._second = second_identity(call)
         # Alive, so that no other tensor can take the place of one that counts by identity.
-        self._kept = call.compressed and (call.compressed.rows, call.compressed.lens, call.compressed.mark)
+        self._kept = call.compressed and (call.compressed.mark, call.compressed.built)
         self._changes = workspace.changes
 
     def serves(
@@ -117,7 +103,9 @@ class Shared:
             and pages.entries == self._entries
             and pages.num_pages == self._pages
             and workspace.changes == self._changes
-            and self._kind == (layer_type, call.q.shape[1], capture_id(rows))
+            and layer_type is self._type
+            and call.q.shape[1] == self._heads
+            and call.capture == self._capture
             and self._versions == self._count()
         ):
             return False
@@ -145,10 +133,11 @@ def second_identity(call: AttentionCall) -> tuple[int, ...] | None:
     pages, rows, mark = second.pages, second.rows, second.mark
     if mark is not None:
         if mark.distinct:
-            return pages.entries, pages.num_pages, rows.shape[1], id(mark.positions), mark.versions[2]
+            return pages.entries, pages.num_pages, rows.shape[1], id(mark.positions), version_of(mark.positions)
         return pages.entries, pages.num_pages, rows.shape[1], mark.number
-    if is_group_rows(call):
-        return pages.entries, pages.num_pages, id(rows), id(second.lens), version_of(rows), version_of(second.lens)
+    if second.built is not None:
+        versions = version_of(rows) + version_of(second.lens)
+        return pages.entries, pages.num_pages, rows.shape[1], id(second.built), versions
     return None
 
 
@@ -192,7 +181,9 @@ class Preparer:
             ceil_to(rows.shape[2], DECODE_WIDTH_MULTIPLE), None if second is None else second.pages.entries,
             extra_width,
         )  # fmt: skip
-        vendor_plan = plan.use(self._build.new_plan, shape, metadata.generation, *planned, version=version)
+        vendor_plan = plan.use(
+            self._build.new_plan, shape, metadata.generation, *planned, version=version, capture=call.capture
+        )
         window = self.tidy(call, f"{kind} window", rows.squeeze(1), lens, valid, call.pages, once=True)
         extra = (None, None) if second is None else self._second(call, second, kind, tokens, valid)
         given = (rows, lens, metadata.is_valid_token)
@@ -204,16 +195,15 @@ class Preparer:
         """(rows or None, lens): of the second entries what is the same for all layers."""
         mark, rows, lens = second.mark, second.rows[tokens], second.lens[tokens]
         if mark is None:
-            complete = is_group_rows(call)
-            name = f"{kind} {'complete' if complete else 'picked'}"
-            return self.tidy(call, name, rows, lens, valid, second.pages, once=complete)
+            name = f"{kind} {'picked' if second.built is None else 'complete'}"
+            return self.tidy(call, name, rows, lens, valid, second.pages, once=second.built is not None)
         if not mark.distinct:
             return None, lens
         name, positions = f"{kind} most entries", mark.positions[tokens]
         most = self._workspace.take(name, positions.shape[0])
         contents = (
-            call.metadata.generation, capture_id(rows), mark.ratio, rows.shape, valid.data_ptr(), positions.data_ptr(),
-            mark.versions[2],
+            call.metadata.generation, call.capture, mark.ratio, rows.shape, valid.data_ptr(), positions.data_ptr(),
+            version_of(positions),
         )  # fmt: skip
         if not self._workspace.holds(name, contents, positions):
             self._tools.entry_bounds(positions, valid, mark.ratio, rows.shape[1], most)
@@ -239,7 +229,7 @@ class Preparer:
         out_lens = self._workspace.take(f"{name} lens", tokens)
         contents = (
             call.metadata.generation, tokens, width, pages.num_slots,
-            capture_id(rows), *((one.data_ptr(), version_of(one)) for one in (rows, lens, valid)),
+            call.capture, *((one.data_ptr(), version_of(one)) for one in (rows, lens, valid)),
         )  # fmt: skip
         if not once or not self._workspace.holds(f"{name} rows", contents):
             self._tools.tidy_rows(rows, lens, valid, pages.num_slots, out_rows, out_lens)
