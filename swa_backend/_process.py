@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import PurePath
+from types import FrameType
 
 _SCRIPTS = ("swa-backend", "swa-backend.exe", "swa-backend-script.py")
 _PACKAGE = "swa_backend"
+EXIT_INTERRUPTED = 130
+INTERRUPTED = "swa-backend: interrupted\n"
 
 
 def is_own_command() -> bool:
@@ -34,3 +38,25 @@ def let_threads_sleep() -> None:
     reads the variable when torch is loaded, and for the whole process: only our own command asks for it.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def end_on_interrupt() -> None:
+    """Have Ctrl-C end our own command with one line while its imports run, where an exception would be a traceback.
+
+    Loading torch takes seconds, and some packages turn an exception inside their import into another one.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else somebody has decided otherwise
+        signal.signal(signal.SIGINT, _end)
+
+
+def raise_on_interrupt() -> None:
+    """Undo `end_on_interrupt`: what runs now cleans up after itself."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    try:
+        os.write(2, INTERRUPTED.encode())
+    finally:
+        os._exit(EXIT_INTERRUPTED)

@@ -14,6 +14,7 @@ import torch
 
 from swa_backend._checks import require_type
 from swa_backend._math import cdiv
+from swa_backend._memory import allocating
 from swa_backend.backend import Backend
 from swa_backend.batch import CommonAttentionMetadata, check_batch, check_tensor
 from swa_backend.buffers import IndexBuffers
@@ -52,7 +53,7 @@ class DeepseekSparseSWAMetadataBuilder:
         swa_groups: further sliding-window cache groups, likewise.
 
     Raises:
-        ConfigError: a group is named twice, or the spec is not that of the model's window cache.
+        ConfigError: a group is named twice, the spec is not that of the model's window cache, or memory runs out.
         BatchError: a cache has 2^31 slots or more.
         PlatformError: the device is not of the platform's type.
         ProviderError: no attention provider serves these layers.
@@ -89,17 +90,24 @@ class DeepseekSparseSWAMetadataBuilder:
         self.decode_threshold = config.decode_threshold
         self.shape = attention_shape(config, kv_cache_spec, self.backend, self.device)
         self.provider = choose_provider(self.backend, self.shape)
-        self.provider.reserve(config, self.device)
 
         main = SwaGroup(MAIN_GROUP, self.block_size, num_pages)
         further = [replace(g, page_tokens=g.page_tokens or self.block_size) for g in swa_groups]
         _check_names([MAIN_GROUP, *(g.name for g in further), *(g.name for g in compressed_groups)])
-        self._buffers = IndexBuffers.allocate(
-            config, [main, *further], compressed_groups, self.device, ragged=self.wants_ragged_rows
-        )
+        scheduler = config.scheduler
+        with allocating(
+            ConfigError,
+            "max_num_batched_tokens",
+            f"buffers for {scheduler.max_num_batched_tokens} tokens a step, contexts of {scheduler.max_model_len}",
+            "Lower max_num_batched_tokens or max_model_len, or leave more memory beside the caches.",
+        ):
+            self.provider.reserve(config, self.device)
+            self._buffers = IndexBuffers.allocate(
+                config, [main, *further], compressed_groups, self.device, ragged=self.wants_ragged_rows
+            )
+            self._build_indices = self.backend.operations.prepare_build(self._buffers)
         # In the order of the buffers; how errors call each group's inputs.
         self._further_groups = {pages.name: f"groups[{pages.name!r}]" for pages in self._buffers.groups[1:]}
-        self._build_indices = self.backend.operations.prepare_build(self._buffers)
         self._rules = ValueRules(config, self._buffers.groups, null_page)
         self._builds = BuildCount()
         self._assemble = MetadataAssembler(self._buffers, config, self.provider, self.shape, self._builds)
@@ -341,9 +349,9 @@ class DeepseekSparseSWAMetadataBuilder:
             batch.max_query_len,
             batch.causal,
         )
+        self._builds.advance()  # before the launch: if that fails, what the buffers held is gone all the same
         if step.num_tokens:
             self._build_indices(step)
-        self._builds.advance()
         metadata = self._assemble(batch, split, step, prefill)
         self._give_plans(metadata)
         return metadata

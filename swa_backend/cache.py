@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from swa_backend._memory import allocating
 from swa_backend.backend import PAGE_TOKENS_MULTIPLE
 from swa_backend.cache_layout import HEAD_DIM, Dialect, PageLayout, check_layout, get_layout
 from swa_backend.cache_spec import KVCacheSpec
@@ -131,7 +132,10 @@ class PagedCache:
         check_num_slots(num_pages, self.entries_per_page)
         size = self.dtype.itemsize
         page, row = self.layout.page_bytes(self.entries_per_page) // size, self.layout.bytes_per_token // size
-        pool = torch.zeros(num_pages * page * size, dtype=torch.uint8, device=device).view(self.dtype)
+        total = num_pages * page * size
+        fix = "Allocate fewer pages, or free memory first; `swa-backend plan-memory` says how many fit."
+        with allocating(CacheError, "num_pages", f"{num_pages} pages, {total} bytes on {device}", fix):
+            pool = torch.zeros(total, dtype=torch.uint8, device=device).view(self.dtype)
         entries = self.entries_per_page
         return pool.as_strided((num_pages, 1, entries, row), (page, entries * row, row, 1))
 

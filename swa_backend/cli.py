@@ -13,11 +13,11 @@ import os
 import sys
 from collections.abc import Sequence
 
+from swa_backend._process import EXIT_INTERRUPTED, INTERRUPTED, raise_on_interrupt
 from swa_backend.errors import SwaBackendError
 
 PROGRAM = "swa-backend"
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 _EXTRA = ("typer", "click", "rich", "numpy")
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SwaBackendError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return _interrupted()
     except BrokenPipeError:
         silence(sys.stdout)
         return EXIT_BROKEN_PIPE
@@ -61,9 +61,20 @@ def _prepare_streams() -> bool:
 def _run(argv: list[str]) -> int:
     from swa_backend.commands import run
 
+    raise_on_interrupt()
     status = run(argv)
     sys.stdout.flush()
-    return status
+    return _interrupted() if status == EXIT_INTERRUPTED else status
+
+
+def _interrupted() -> int:
+    """Say that Ctrl-C ended the command: nothing that it prints at its end was printed."""
+    try:
+        sys.stderr.write(INTERRUPTED)
+        sys.stderr.flush()
+    except OSError:
+        silence(sys.stderr)
+    return EXIT_INTERRUPTED
 
 
 def _fail(message: str) -> int:

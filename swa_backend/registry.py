@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from swa_backend._process import is_own_command, let_threads_sleep
+from swa_backend._process import end_on_interrupt, is_own_command, let_threads_sleep
 from swa_backend.backend import Backend
 from swa_backend.discovery import PLATFORM_VARIABLE, Registry, StillImportingError, run_probe
 from swa_backend.errors import PlatformError
@@ -89,6 +89,7 @@ def choose_at_import(env: Mapping[str, str] = os.environ) -> None:
             command line the error is kept for the command to report.
     """
     if is_own_command():
+        end_on_interrupt()
         let_threads_sleep()  # the probes are what loads torch
     _process.requested = env.get(PLATFORM_VARIABLE)
     _process.choice = _process.failure = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,6 +143,10 @@ class Batch:
         )
 
 
+class GoldenFileError(Exception):
+    """A recorded file is missing or damaged."""
+
+
 @dataclass
 class GoldenCase:
     """A recorded case: scalars and arrays by path, absent ones None."""
@@ -195,9 +201,17 @@ class GoldenCase:
 
 
 def load_golden(path: Path) -> GoldenCase:
-    with np.load(path) as file:
-        values = {key: file[key] for key in file.files if key != "meta_json"}
-        values.update(json.loads(str(file["meta_json"])))
+    """A recorded case.
+
+    Raises:
+        GoldenFileError: the file is not what was recorded.
+    """
+    try:
+        with np.load(path) as file:
+            values = {key: file[key] for key in file.files if key != "meta_json"}
+            values.update(json.loads(str(file["meta_json"])))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise GoldenFileError(f"{path}: {error}. Restore the recorded file: git checkout -- {path}") from error
     return GoldenCase(path.stem, values)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 
+from swa_backend.errors import CacheError
+
 
 class PagePool:
     """Pages ``0..num_pages-1`` with reference counts and content keys.
@@ -35,7 +37,18 @@ class PagePool:
         return self.num_pages - self.available
 
     def take(self) -> int:
-        """A page for new content, held once. There must be one available."""
+        """A page for new content, held once.
+
+        Raises:
+            CacheError: none is available; nothing has changed.
+        """
+        if not self.available:
+            raise CacheError(
+                "pages",
+                found=f"all {self.num_pages} pages held",
+                legal="a page that is not held",
+                fix="Release pages first: end or preempt a request, or make the pool larger.",
+            )
         if self._blank:
             page = self._blank.pop()
         else:
