@@ -49,7 +49,13 @@ def model(tmp_path: Path) -> Path:
 def write_trace(folder: Path, requests: list[tuple[int, int]]) -> Path:
     """Requests of (prompt, output) tokens, all there from the start."""
     rows = [
-        {"timestamp": 0, "input_length": n, "output_length": m, "hash_ids": [i]} for i, (n, m) in enumerate(requests)
+        {
+            "timestamp": 0,
+            "input_length": n,
+            "output_length": m,
+            "hash_ids": list(range(100 * i, 100 * i + -(-n // 512))),
+        }
+        for i, (n, m) in enumerate(requests)
     ]
     path = folder / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))

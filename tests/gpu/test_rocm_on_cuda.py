@@ -82,7 +82,7 @@ def test_transcoding_on_a_gpu_gives_the_bytes_of_the_cpu(dialect: str) -> None:
     memory = torch.randint(0, 256, (6, 64, 585), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
     results = []
     for device in ("cpu", "cuda"):
-        rows = memory.to(device)[..., :584].as_strided((6, 64, 584), (64 * 585, 584, 1))
+        rows = memory.clone().to(device)[..., :584].as_strided((6, 64, 584), (64 * 585, 584, 1))
         view = PageView.of(rows, layout, 64)
         transcode_pages(view, PageView.of(rows, other, 64))
         results.append(view.data.cpu())
