@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from swa_backend.pages import PageView
 
 
-_FITS = "attend"  # key under which pages remember what they were checked beside
+_FITS = "attend"  # key under which pages remember the last shape that they fitted
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -193,20 +193,20 @@ def check_caches(
             fix="Pass the layer's sliding-window cache; its second cache belongs in `compressed`.",
         )
     pages = cache.pages
-    # Pages stay as they are, and a builder promises its steps the same shape: what fitted once fits again.
-    fits = (metadata.shape, metadata.block_size, cache.block_size, q.device)
-    if pages.launches.get(_FITS) != fits:
+    if cache.block_size != metadata.block_size:
+        raise CacheError(
+            "cache.block_size",
+            found=f"{cache.block_size} tokens a page",
+            legal=f"{metadata.block_size}, for which the metadata's slots were built",
+            fix="Pass the metadata of this cache's own group.",
+        )
+    shape = metadata.shape
+    # Pages stay as they are, and the shape object is that of one builder: what fitted once fits again.
+    if shape is None or pages.launches.get(_FITS) is not shape:
         _check_device("cache", pages, q)
-        if cache.block_size != metadata.block_size:
-            raise CacheError(
-                "cache.block_size",
-                found=f"{cache.block_size} tokens a page",
-                legal=f"{metadata.block_size}, for which the metadata's slots were built",
-                fix="Pass the metadata of this cache's own group.",
-            )
-        if metadata.shape is not None:
-            check_same_layout("cache layout", pages.layout, metadata.shape.swa_layout)
-        pages.launches[_FITS] = fits
+        if shape is not None:
+            check_same_layout("cache layout", pages.layout, shape.swa_layout)
+        pages.launches[_FITS] = shape
     if compressed is None:
         return pages, None
     return pages, _check_compressed(q, metadata, pages, compressed, capture)
@@ -235,11 +235,10 @@ def _check_compressed(
             fix="Pass the layer's second cache; the sliding-window cache is an argument of its own.",
         )
     pages = cache.pages
-    fits = (metadata.shape, metadata.provider, window.layout, q.shape[1], q.device)
-    if pages.launches.get(_FITS) != fits:
+    if metadata.shape is None or pages.launches.get(_FITS) is not metadata.shape:
         _check_device("compressed[0]", pages, q)
         _check_mixing(metadata, window, pages, q)
-        pages.launches[_FITS] = fits
+        pages.launches[_FITS] = metadata.shape
     tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     mark, built = mark_of(rows, lens, cache.ratio, pages.num_slots, metadata), None
     known = mark is not None
