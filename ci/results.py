@@ -134,17 +134,21 @@ def verdict(steps: Iterable[StepResult]) -> str:
 
 def report(folder: Path) -> str:
     """A table of every row of the matrix and what was last saved of it in a folder."""
-    lines = ["| row | result | tests | with | when |", "|---|---|---|---|---|"]
-    for name in ROWS:
-        data: dict[str, Any] = {}
+    lines = ["| row | runs | on | Python, torch, Triton | last result |", "|---|---|---|---|---|"]
+    for name, row in ROWS.items():
+        place = " ".join(filter(None, (row.platform, row.gpu, ", ".join(row.arch))))
+        versions = ", ".join(row.versions.values()) or "any"
         path = folder / f"{name}.json"
-        if path.exists():
-            data = json.loads(path.read_text())
-        status = data.get("status", "no result")
-        status += f": {'; '.join(data['why'])}" if data.get("why") else ""
-        status += ", short" if data.get("short") else ""
-        counts = [step["tests"] for step in data.get("steps", ()) if step["tests"]]
-        tests = ", ".join(f"{sum(one[key] for one in counts)} {key}" for key in ("passed", "failed", "skipped"))
-        found = ", ".join(f"{key} {value}" for key, value in data.get("found", {}).items())
-        lines.append(f"| {name} | {status} | {tests if counts else ''} | {found} | {data.get('date', '')[:10]} |")
+        result = _result(json.loads(path.read_text())) if path.exists() else "none"
+        lines.append(f"| {name} | {', '.join(row.runs)} | {place} | {versions} | {result} |")
     return "\n".join(lines) + "\n"
+
+
+def _result(data: Mapping[str, Any]) -> str:
+    """A saved result in one line."""
+    why = f": {'; '.join(data['why'])}" if data["why"] else ""
+    part = " (short part)" if data["short"] else ""
+    counts = [step["tests"] for step in data["steps"] if step["tests"]]
+    tests = ", ".join(f"{sum(one[key] for one in counts)} {key}" for key in ("passed", "failed", "skipped"))
+    differs = f", although {'; '.join(data['differs'])}" if data["differs"] else ""
+    return f"{data['status']}{part}{why}{f': {tests}' if counts else ''}{differs}, {data['date'][:10]}"

@@ -1,11 +1,14 @@
 """A third party adds hardware by publishing a package with the entry point and nothing else.
 
-The package is built as a wheel, unpacked to a folder on the path, and used from a process of its own.
+Packages are built as wheels, unpacked to a folder on the path, and used from a process of their own; the README's
+worked example is installed by pip.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -228,3 +231,52 @@ for name in ("broken_import", "broken_absent"):
     }.items():
         (line,) = (line for line in lines if line.startswith(f"{name} | acme-attention 1.5 | "))
         assert reason in line
+
+
+@pytest.fixture(scope="module")
+def worked_example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The README's two files, installed by pip; the folder to put on the path."""
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    section = text.split("\n## Adding a platform\n")[1].split("\n## ")[0]
+    (project,) = re.findall(r"^```toml\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    (module,) = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    source, site = tmp_path_factory.mktemp("worked"), tmp_path_factory.mktemp("site")
+    (source / "pyproject.toml").write_text(project)
+    (source / "swa_platform_acme.py").write_text(module)
+    offline = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation"]  # setuptools is among the test extras
+    command = [sys.executable, "-m", "pip", "install", *offline, f"--target={site}", str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+    return site
+
+
+def command(site: Path, *arguments: str, **env: str) -> dict[str, object]:
+    base = {name: value for name, value in os.environ.items() if not name.startswith("SWA_BACKEND_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "swa_backend", *arguments, "--json"],
+        env={**base, "PYTHONPATH": str(site), **env}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report: dict[str, object] = json.loads(done.stdout)
+    return report
+
+
+def test_the_worked_example_is_chosen_and_runs_a_trace(worked_example: Path, tmp_path: Path) -> None:
+    chosen = command(worked_example, "doctor", SWA_BACKEND_PLATFORM="acme")
+    assert (chosen["chosen"], chosen["why"]) == ("acme", "named by SWA_BACKEND_PLATFORM")
+    (acme,) = (one for one in chosen["platforms"] if one["name"] == "acme")
+    assert (acme["origin"], acme["usable"]) == ("swa-platform-acme 1.0", True)
+    (backend,) = (one for one in chosen["backends"] if one["platform"] == "acme")
+    (provider,) = backend["providers"]
+    assert provider["models"]["V4-Flash"] == []
+    assert provider["models"]["V4-Pro"] == ["num_heads is 128; it takes up to 64"]
+
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:44:50.0,150,4\n")
+    report = command(worked_example, "replay", "--trace", str(trace), "--pages", "8", SWA_BACKEND_PLATFORM="acme")
+    assert (report["platform"], report["provider"]) == ("acme", "acme")
+    assert (report["mismatches"], report["tokens_verified"] > 0) == (0, True)
+
+
+def test_the_worked_example_stays_out_of_automatic_choice(worked_example: Path) -> None:
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    assert command(worked_example, "doctor", **hidden)["chosen"] == "cpu"

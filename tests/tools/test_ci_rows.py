@@ -337,12 +337,19 @@ class TestResults:
         assert "line 59" not in text
 
     def test_report_of_all_rows(self, tmp_path: Path, call: Call) -> None:
-        self.result(step(tests=Counts(5, 0, 1)), step(tests=Counts(7, 0, 2))).write(tmp_path)
-        self.result(row="h200", why=("no GPU",)).write(tmp_path)
+        self.result(step(tests=Counts(5, 0, 1)), step(tests=Counts(7, 0, 2)), differs=("torch is 2.14",)).write(
+            tmp_path
+        )
+        self.result(row="h200", why=("no GPU",), short=True).write(tmp_path)
         code, text = call("--report")
         assert code == 0
         lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()}
         assert set(ROWS) <= set(lines)
-        assert lines["cpu"] == "| cpu | passed | 12 passed, 0 failed, 3 skipped | python 3.11 | 2026-12-01 |"
-        assert lines["h200"] == "| h200 | NOT RUN: no GPU |  | python 3.11 | 2026-12-01 |"
-        assert lines["b200"] == "| b200 | no result |  |  |  |"
+        assert lines["cpu"] == (
+            "| cpu | unit | cpu x86_64 | 3.11, 2.13.0, 3.6.0 "
+            "| passed: 12 passed, 0 failed, 3 skipped, although torch is 2.14, 2026-12-01 |"
+        )
+        assert lines["h200"] == (
+            "| h200 | device | cuda H200 cuda:90 | 3.12, 2.11.0, 3.6.0 | NOT RUN (short part): no GPU, 2026-12-01 |"
+        )
+        assert lines["b200"] == "| b200 | device | cuda B200 cuda:100 | 3.12, 2.11.0, 3.6.0 | none |"
