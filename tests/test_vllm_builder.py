@@ -239,13 +239,13 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.groups: list[int] = []
-        original = Builds.build
+        original = Builds.launch
 
-        def build(builds: Builds, batch: SharedBatch) -> None:
-            self.groups.append(len(batch.members))
-            original(builds, batch)
+        def launch(builds: Builds, batch: SharedBatch) -> Any:
+            self.groups.append(len(batch.builders))
+            return original(builds, batch)
 
-        monkeypatch.setattr(Builds, "build", build)
+        monkeypatch.setattr(Builds, "launch", launch)
 
 
 def group_batches(count: int, batch: Batch = MIXED) -> list[Any]:

@@ -25,6 +25,7 @@ from swa_backend.integrations.vllm.surface import FILLED_BY_VLLM
 from swa_backend.kernels.jit import stats
 from swa_backend.replay.blocks import BlockManager, GroupSpec
 from swa_backend.replay.history import Histories
+from swa_backend.replay.runner import PageKeysOf
 from swa_backend.replay.scheduler import Scheduler, SchedulerLimits
 from swa_backend.replay.step import make_step
 from swa_backend.replay.traces import Request
@@ -138,7 +139,7 @@ def steps(names: Sequence[str], drafts: int, seed: int) -> Iterator[Any]:
     limits = SchedulerLimits(
         max_num_seqs=24, max_num_batched_tokens=2048, decode_threshold=1 + drafts, drafts=drafts, seed=seed
     )
-    scheduler = Scheduler(requests, manager, lambda one: {name: [] for name in names}, limits)
+    scheduler = Scheduler(requests, manager, PageKeysOf(histories, manager), limits)
     while work := scheduler.step():
         yield make_step(work, manager, histories, torch.device(DEVICE))
         scheduler.finish(work)
@@ -362,6 +363,7 @@ def _time(case: str, ours: list[Any], theirs: list[Any], batch: Any, tables: lis
     builds, _ = getattr(mine[0], MADE_BY)
     calls = {
         "ours": lambda: shared_loop(ours, batch, tables, slots),
+        "ours, all of it read": lambda: [one.num_decodes for one in shared_loop(ours, batch, tables, slots)],
         "vLLM": lambda: loop(theirs, batch, tables, slots),
         "batches alone": lambda: [common(batch, table, own) for table, own in zip(tables, slots, strict=True)],
         "ours, a launch a group": lambda: loop(ours, batch, tables, slots),

@@ -7,6 +7,8 @@ decode threshold and fields that a subclass fills stay vLLM's, and the rows are 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -15,10 +17,11 @@ import torch
 from swa_backend.batch import CommonAttentionMetadata
 from swa_backend.builder import DeepseekSparseSWAMetadataBuilder
 from swa_backend.capture import capture_id
+from swa_backend.config import BackendConfig
 from swa_backend.errors import BatchError, ConfigError
 from swa_backend.groups import SwaGroup
-from swa_backend.integrations.vllm.engine import builder_class, with_engine_attention
-from swa_backend.integrations.vllm.metadata import MADE_BY, fill, metadata_classes, new_pending
+from swa_backend.integrations.vllm.engine import builder_class, first, with_engine_attention
+from swa_backend.integrations.vllm.metadata import MADE_BY, fill, metadata_classes
 from swa_backend.integrations.vllm.settings import cache_spec, check_width, window_config
 from swa_backend.integrations.vllm.shared_step import SharedBatch, note, wrap_loops
 from swa_backend.integrations.vllm.surface import BUILDERS
@@ -59,49 +62,47 @@ class Builds:
         self._names = names
         self._max_model_len = first.max_model_len
 
-    def build(self, batch: SharedBatch) -> None:
-        """Build all groups in one launch, and fill the objects that were handed out for them."""
-        common, members = batch.common, batch.members
-        tokens = common.num_actual_tokens
+    def launch(self, batch: SharedBatch) -> Callable[[], None]:
+        """Build all groups in one launch; the function that is returned fills the objects handed out for them."""
+        common, names = batch.common, self._names
         taken = _batch(common, batch.replay_start, self._max_model_len)
-        requests = common.num_reqs
-        groups = {
-            name: (_first(table, requests), _first(slots, tokens))
-            for name, (_, table, slots, _) in zip(self._names, members[1:], strict=True)
-        }
-        main = self.builder.build(0, taken, groups=groups or None)
-        for (builder, table, slots, made), ours in zip(members, (main, *main.groups.values()), strict=True):
-            others: dict[str, Any] = builder.fresh_fields(ours.num_decode_tokens)
+        groups = None
+        if names:
+            groups = {
+                name: (one.block_table_tensor, one.slot_mapping)
+                for name, (_, one, _) in zip(names, batch.groups[1:], strict=True)
+            }
+        return partial(self._fill, batch, self.builder.build(0, taken, groups=groups))
+
+    def _fill(self, batch: SharedBatch, assemble: Any) -> None:
+        main: DeepseekSparseSWAMetadata = assemble()
+        ours = (main, *main.groups.values()) if self._names else (main,)
+        for (builder, common, made), own in zip(batch.groups, ours, strict=True):
+            others: dict[str, Any] = builder.fresh_fields(own.num_decode_tokens)
             others[MADE_BY] = self, main
-            if slots.shape[0] != tokens:
-                others["slot_mapping"] = slots
-            if table.shape[0] != requests:
-                others["block_table"] = table
-            fill(made, builder.classes, ours, others)
+            others["slot_mapping"] = common.slot_mapping  # of buffers that are longer, all of them
+            others["block_table"] = common.block_table_tensor
+            fill(made, builder.classes, own, others)
 
 
 def _batch(common: Any, replay_start: torch.Tensor | None, max_model_len: int) -> CommonAttentionMetadata:
     """vLLM's batch as this library takes it; what reaches past its requests or tokens is left out."""
     requests, tokens = common.num_reqs, common.num_actual_tokens
     return CommonAttentionMetadata(
-        query_start_loc=_first(common.query_start_loc, requests + 1),
-        query_start_loc_cpu=_first(common.query_start_loc_cpu, requests + 1),
-        seq_lens=_first(common.seq_lens, requests),
+        query_start_loc=first(common.query_start_loc, requests + 1),
+        query_start_loc_cpu=first(common.query_start_loc_cpu, requests + 1),
+        seq_lens=first(common.seq_lens, requests),
         num_reqs=requests,
         num_actual_tokens=tokens,
         max_query_len=int(common.max_query_len),
         max_seq_len=min(int(common.max_seq_len), max_model_len),  # vLLM's bound may count drafts past the end
-        block_table_tensor=_first(common.block_table_tensor, requests),
-        slot_mapping=_first(common.slot_mapping, tokens),
-        seq_lens_cpu_upper_bound=_first(common.seq_lens_cpu_upper_bound, requests),
+        block_table_tensor=first(common.block_table_tensor, requests),
+        slot_mapping=first(common.slot_mapping, tokens),
+        seq_lens_cpu_upper_bound=first(common.seq_lens_cpu_upper_bound, requests),
         causal=common.causal,
         mm_req_doc_ranges=common.mm_req_doc_ranges,
-        replay_start=_first(replay_start, requests),
+        replay_start=first(replay_start, requests),
     )
-
-
-def _first(tensor: Any, count: int) -> Any:
-    return tensor if tensor is None or tensor.shape[0] <= count else tensor[:count]
 
 
 def _replacing(base: Any, sparse_swa: ModuleType) -> type:
@@ -127,8 +128,7 @@ def _replacing(base: Any, sparse_swa: ModuleType) -> type:
             self.classes = metadata_classes(self.metadata_class)
             self._builds: dict[tuple[int, ...], Builds] = {}  # by the builders that are built together, this one first
             self._plan_fields: tuple[str, ...] | None = None
-            # Equal for builders whose groups can be built together.
-            self.group_kind = (id(self.swa_config), self.ragged, device)
+            self.group_kind = _kind(self.swa_config, self.ragged, device)
             warm_builds(self.swa_backend, self.swa_config, device, ragged=self.ragged)
             wrap_loops()
 
@@ -140,18 +140,15 @@ def _replacing(base: Any, sparse_swa: ModuleType) -> type:
             replay_start: torch.Tensor | None = None,
         ) -> Any:
             """The metadata of a step, as vLLM's own class returns it."""
-            return note(self, common_attn_metadata, replay_start, self._new_object)
+            return note(self, common_attn_metadata, replay_start)
 
-        def _new_object(self, batch: SharedBatch) -> Any:
-            return new_pending(self.classes, batch.make)
-
-        def build_together(self, batch: SharedBatch) -> None:
-            """Build the groups of a batch whose first member this is."""
-            key = tuple(id(member[0]) for member in batch.members)
+        def launch_together(self, batch: SharedBatch) -> Callable[[], None]:
+            """Launch the build of a batch whose first builder this is; what is returned fills its objects."""
+            key = tuple(map(id, batch.builders))
             found = self._builds.get(key)
             if found is None:
-                found = self._builds[key] = Builds(tuple(member[0] for member in batch.members))
-            found.build(batch)
+                found = self._builds[key] = Builds(tuple(batch.builders))
+            return found.launch(batch)
 
         def fresh_fields(self, num_decode_tokens: int) -> dict[str, Any]:
             """Fields that vLLM fills later in the step, and empty FlashMLA plans where its kernels take them."""
@@ -159,10 +156,8 @@ def _replacing(base: Any, sparse_swa: ModuleType) -> type:
             if num_decode_tokens:
                 names = self._plan_fields
                 if names is None:
-                    plans = self.build_tile_scheduler(num_decode_tokens)
-                    names = self._plan_fields = tuple(
-                        f"tile_sched_{kind}" for kind, plan in plans.items() if plan is not None
-                    )
+                    kinds = self.build_tile_scheduler(num_decode_tokens).items()
+                    names = self._plan_fields = tuple(f"tile_sched_{kind}" for kind, plan in kinds if plan is not None)
                 for name in names:
                     others[name] = sparse_swa.get_mla_metadata()[0]
             return others
@@ -186,6 +181,12 @@ def _replacing(base: Any, sparse_swa: ModuleType) -> type:
                     setattr(metadata, name, value)
 
     return SharedBuilds
+
+
+@cache
+def _kind(config: BackendConfig, ragged: bool, device: torch.device) -> object:
+    """The same object for builders whose groups can be built together."""
+    return object()
 
 
 def _ragged(builder_cls: Any) -> type:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
-from typing import NoReturn
+from functools import cache, partial
+from typing import Any, NoReturn
+
+import torch
 
 from swa_backend.backend import Backend
 from swa_backend.builder import DeepseekSparseSWAMetadataBuilder
@@ -46,8 +48,51 @@ def with_engine_attention(backend: Backend) -> Backend:
     return Backend(replace(backend.platform, load_providers=lambda target: (EngineAttention(),)), backend.target)
 
 
+def first(tensor: Any, count: int) -> Any:
+    """The first rows of a tensor that may have more, or of None."""
+    return tensor if tensor is None or tensor.shape[0] <= count else tensor[:count]
+
+
 @cache
 def builder_class(backend: Backend, ragged: bool) -> type[DeepseekSparseSWAMetadataBuilder]:
-    """The platform's builder class, with ragged copies of the rows or without."""
-    own = backend.get_builder_cls()
-    return type(own.__name__, (own,), {"wants_ragged_rows": ragged, "__module__": own.__module__})
+    """The platform's builder class, with ragged copies of the rows or without, whose `build` only launches.
+
+    What it returns is a function that puts the metadata together: vLLM's layers may never look at it, as when a graph
+    of the whole step is replayed.
+    """
+    own: Any = backend.get_builder_cls()
+
+    class LaunchingBuilder(own):  # type: ignore[misc]
+        """Builds now, and makes the metadata object when it is asked for."""
+
+        wants_ragged_rows = ragged
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            assemble: Any = self._assemble
+            self._assemble: Any = lambda *step: partial(assemble, *step)
+
+        def _group_inputs(self, batch: Any, groups: Any) -> Any:
+            inputs = [(batch.block_table_tensor, batch.slot_mapping)]
+            if groups is not None:
+                requests, slots_shape, device = batch.num_reqs, batch.slot_mapping.shape, batch.slot_mapping.device
+                for table, slots in groups.values():
+                    if not (
+                        table.dtype is torch.int32
+                        and table.dim() == 2
+                        and table.shape[0] == requests
+                        and table.stride(1) == 1
+                        and slots.dtype is torch.int64
+                        and slots.shape == slots_shape
+                        and slots.is_contiguous()
+                        and table.device == slots.device == device
+                    ):
+                        tokens = batch.num_actual_tokens
+                        whole = {
+                            name: (first(one, requests), first(own, tokens)) for name, (one, own) in groups.items()
+                        }
+                        return super()._group_inputs(batch, whole)  # says what is wrong, if anything
+                    inputs.append((table, slots))
+            return tuple(inputs)
+
+    return LaunchingBuilder

@@ -1,7 +1,8 @@
 """The objects that vLLM's attention reads: of vLLM's own class, filled from this library's build.
 
-A builder hands its object out before the builds of a batch are made together (see `shared_step`). Until then the
-object is of a class that makes them on the first read, so that whoever looks early sees what everybody sees.
+A builder hands its object out before the builds of a batch are launched together (see `shared_step`), and most steps
+of an engine replay a graph that looks at none. Until its first read an object is of a class that has no fields: the
+read launches what was not launched yet, puts the fields together, and changes the class.
 """
 
 from __future__ import annotations
@@ -66,18 +67,16 @@ def metadata_classes(base: type) -> MetadataClasses:
 def new_pending(classes: MetadataClasses, make: Callable[[], None]) -> Any:
     """An object without fields; reading any of them calls ``make``, which must `fill` it."""
     made: Any = object.__new__(classes.pending)
-    object.__getattribute__(made, "__dict__")[_PENDING] = make
+    object.__setattr__(made, _PENDING, make)
     return made
 
 
 def fill(made: Any, classes: MetadataClasses, ours: DeepseekSparseSWAMetadata, others: dict[str, Any]) -> None:
     """Give a pending object its fields: those of this library's metadata, which have vLLM's names, and ``others``.
 
-    Fields that vLLM fills later in the step keep the defaults of its class, or what was set meanwhile.
+    What vLLM set meanwhile stays.
     """
-    values: dict[str, Any] = object.__getattribute__(made, "__dict__")
-    values.pop(_PENDING, None)
-    values.update(ours.__dict__)
-    values.update(others)
-    values[OURS] = ours
+    earlier: dict[str, Any] = object.__getattribute__(made, "__dict__")
+    earlier.pop(_PENDING, None)
     made.__class__ = classes.filled
+    made.__dict__ = {**ours.__dict__, **others, OURS: ours, **earlier}

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 READ_BY: Mapping[str, str] = {
+    "vllm.models.deepseek_v4.amd.mono_decode": (
+        "block_size decode_swa_indices decode_swa_lens decode_swa_width num_decode_tokens num_decodes num_prefills "
+        "slot_mapping token_to_req_indices"
+    ),
     "vllm.models.deepseek_v4.amd.rocm": (
         "block_size block_table decode_swa_indices decode_swa_lens decode_swa_ragged_indices "
         "decode_swa_ragged_indptr get_prefill_chunk_plan is_valid_token num_decode_tokens num_decodes "

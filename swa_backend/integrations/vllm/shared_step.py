@@ -3,8 +3,8 @@
 vLLM calls the builder of each cache group in turn, each with its own block table and slots. No builder learns from its
 call which others will follow, so the loops around those calls (`surface.STEP_FUNCTIONS`) are wrapped: inside, a build
 only notes what it was given and hands out an object that is not filled yet; when the loop returns, the groups of a
-batch are built in one launch (of at most `GROUPS` of them) and the objects are filled. Whoever reads an object earlier
-makes the build happen then. Outside of such a loop a build is made at once.
+batch are built in one launch (of at most `GROUPS` of them). Whoever reads an object earlier makes the build happen
+then. Outside of such a loop a build is launched at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from swa_backend.errors import ConfigError
+from swa_backend.integrations.vllm.metadata import new_pending
 from swa_backend.integrations.vllm.surface import STEP_FUNCTIONS, find
 
 if TYPE_CHECKING:
@@ -29,43 +30,66 @@ _WRAPPED = "__swa_backend_wrapped__"
 
 
 class SharedBatch:
-    """The builds of one batch that are made together.
+    """The builds of one batch that are launched together.
 
     Attributes:
         common: vLLM's batch, as the first builder got it.
         replay_start: likewise.
-        members: (builder, block table, slot mapping, object to fill) of each builder.
+        builders: of each group.
+        groups: (builder, vLLM's batch, object that was handed out) of each group.
+        read: launches what was noted, if that has not happened, and fills the objects.
     """
 
-    __slots__ = ("common", "made", "members", "replay_start")
+    __slots__ = ("builders", "common", "finish", "groups", "launched", "read", "replay_start")
 
     def __init__(self, common: Any, replay_start: torch.Tensor | None) -> None:
         self.common = common
         self.replay_start = replay_start
-        self.members: list[tuple[Any, torch.Tensor, torch.Tensor, Any]] = []
-        self.made = False
+        self.builders: list[Any] = []
+        self.groups: list[tuple[Any, Any, Any]] = []
+        self.launched = False
+        self.finish: Callable[[], None] | None = None
+        self.read = self._read
 
     def takes(self, builder: Any, common: Any, replay_start: torch.Tensor | None) -> bool:
         """Whether this builder's batch is the one here, in everything but block table and slots."""
-        first = self.members[0][0]
+        builders = self.builders
         return (
-            not self.made
-            and len(self.members) < GROUPS
-            and builder.group_kind == first.group_kind
-            and all(builder is not member[0] for member in self.members)
+            builder.group_kind is builders[0].group_kind
+            and not self.launched
+            and len(builders) < GROUPS
+            and builder not in builders
             and _same_batch(self.common, common)
-            and _same(self.replay_start, replay_start)
+            and (replay_start is self.replay_start or _same(self.replay_start, replay_start))
         )
 
-    def make(self) -> None:
-        """Build what was noted, once."""
-        if not self.made:
-            self.made = True
-            self.members[0][0].build_together(self)
+    def launch(self) -> None:
+        """Launch what was noted, once."""
+        if not self.launched:
+            self.launched = True
+            self.finish = self.builders[0].launch_together(self)
+
+    def _read(self) -> None:
+        self.launch()
+        finish, self.finish = self.finish, None
+        if finish is not None:
+            finish()
 
 
 def _same_batch(one: Any, other: Any) -> bool:
-    return one is other or (
+    if one is other:
+        return True
+    if (
+        one.query_start_loc is other.query_start_loc
+        and one.seq_lens is other.seq_lens
+        and one.query_start_loc_cpu is other.query_start_loc_cpu
+        and one.seq_lens_cpu_upper_bound is other.seq_lens_cpu_upper_bound
+        and one.num_actual_tokens == other.num_actual_tokens
+        and one.causal is other.causal
+        and one.mm_req_doc_ranges is other.mm_req_doc_ranges
+    ):
+        return True  # what vLLM's loops do
+    return (
         one.num_reqs == other.num_reqs
         and one.num_actual_tokens == other.num_actual_tokens
         and one.max_query_len == other.max_query_len
@@ -102,25 +126,26 @@ class _Step(threading.local):
 _step = _Step()
 
 
-def note(builder: Any, common: Any, replay_start: torch.Tensor | None, new_object: Callable[[SharedBatch], Any]) -> Any:
-    """Note a build and return the object that it will fill: already filled outside of vLLM's loops."""
+def note(builder: Any, common: Any, replay_start: torch.Tensor | None) -> Any:
+    """Note a build and return the object that it will fill. Outside of vLLM's loops it is launched at once."""
     batches = _step.batches
-    batch = None
-    if batches:
-        batch = next((one for one in batches if one.takes(builder, common, replay_start)), None)
-    if batch is None:
+    for batch in reversed(batches or ()):
+        if batch.takes(builder, common, replay_start):
+            break
+    else:
         batch = SharedBatch(common, replay_start)
         if batches is not None:
             batches.append(batch)
-    made = new_object(batch)
-    batch.members.append((builder, common.block_table_tensor, common.slot_mapping, made))
+    made = new_pending(builder.classes, batch.read)
+    batch.builders.append(builder)
+    batch.groups.append((builder, common, made))
     if batches is None:
-        batch.make()
+        batch.launch()
     return made
 
 
 def together(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a loop of vLLM's: builds inside it are made when it returns."""
+    """Wrap a loop of vLLM's: builds inside it are launched when it returns."""
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -132,7 +157,7 @@ def together(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _step.batches = None
         for batch in batches:
-            batch.make()
+            batch.launch()
         return result
 
     setattr(wrapper, _WRAPPED, True)
