@@ -16,7 +16,7 @@ from swa_backend.backend import Backend  # noqa: E402
 from swa_backend.provider import AttentionCall, AttentionShape  # noqa: E402
 from swa_backend.reference.provider import ReferenceAttention  # noqa: E402
 from swa_platform_rocm import aiter_provider, aiter_room  # noqa: E402
-from swa_platform_rocm.aiter_discovery import CURRENT, OLD  # noqa: E402
+from swa_platform_rocm.aiter_discovery import CURRENT, OLD, AiterKernel, Found  # noqa: E402
 from tests import aiter_fake  # noqa: E402
 from tests.aiter_fake import ONLY_OLD, PRESENT, calls, fake_backend, from_here, installed  # noqa: E402
 from tests.attention_scene import ProviderUnderTest, Scene, mixed  # noqa: E402
@@ -211,14 +211,21 @@ def test_room_grows_and_keeps_what_a_graph_may_use() -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "splits"),
-    # 256 compute units, two workgroups each, 8 heads in one tile: (128 + 24) keys are three tiles.
-    [(1, 3), (64, 3), (170, 3), (600, 1)],
+    ("requests", "seq", "splits"),
+    # 256 compute units with two workgroups each; 8 heads are one tile. Keys come in tiles of 64: two of the window's, and
+    # of the 600 picks as many as a context of this length has entries.
+    [(1, 70, 3), (1, 400, 4), (1, 4000, 12), (64, 4000, 6), (170, 4000, 3), (600, 4000, 1)],
 )
-def test_split_count_follows_compute_units_and_rows(current: None, requests: int, splits: int) -> None:
+def test_split_count_follows_compute_units_and_live_entries(requests: int, seq: int, splits: int) -> None:
+    def note(**given: Any) -> torch.Tensor:
+        calls.append(given)
+        return given["out"]
+
+    kernel = AiterKernel(CURRENT, note, frozenset(CURRENT.needed))
     sizes = {"max_num_seqs": 1024, "max_num_batched_tokens": 1024}
-    backend = fake_backend(target="hip:gfx950")
+    backend = fake_backend(target="hip:gfx950", find=lambda: Found(kernel, ()))
     scene = Scene(under_test(backend), [1] * requests, [70] * requests, second=C4, config=sizes)
-    local = torch.zeros((scene.tokens, 24), dtype=torch.int64)
+    scene.metadata.max_seq_len = seq  # as the engine says it; contexts of that length would take a while to write
+    local = torch.zeros((scene.tokens, 600), dtype=torch.int64)
     scene.run(return_lse=False, compressed=scene.topk(local))
     assert [call["kv_splits"] for call in calls] == [splits]

@@ -152,7 +152,7 @@ class AiterAttention(AttentionProvider):
         room = self._rooms.on(call.q.device, second_width)
         heads = call.q.shape[1]
         sink = torch.clamp(call.attn_sink, -_MOST_SINK, _MOST_SINK, out=room.sink[:heads])
-        entries = (width, second_width)
+        entries = _most_entries(call, width, second_width)
         step = _tokens_of_a_call(call, room)
         for begin in range(first, last, step):
             end = min(begin + step, last)
@@ -232,6 +232,14 @@ def _token_rows(pages: PageView) -> torch.Tensor:
         found = pages.data.as_strided((pages.num_pages, pages.entries, size), (pages.page_stride, size, 1))
         pages.launches[AiterAttention] = found
     return found
+
+
+def _most_entries(call: AttentionCall, width: int, second_width: int) -> tuple[int, int]:
+    """The most entries that a token can have in each cache in this step, as far as the host knows it."""
+    longest = call.metadata.max_seq_len
+    if longest and call.compressed is not None:
+        second_width = min(second_width, longest // call.compressed.ratio)
+    return min(width, longest or width), second_width
 
 
 def _tokens_of_a_call(call: AttentionCall, room: Room) -> int:
