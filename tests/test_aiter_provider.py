@@ -212,7 +212,7 @@ def test_room_grows_and_keeps_what_a_graph_may_use() -> None:
 
 @pytest.mark.parametrize(
     ("requests", "seq", "splits"),
-    # 256 compute units with two workgroups each; 8 heads are one tile. Keys come in tiles of 64: two of the window's, and
+    # 256 compute units, two workgroups each; 8 heads are one tile. Keys come in tiles of 64: two of the window's, and
     # of the 600 picks as many as a context of this length has entries.
     [(1, 70, 3), (1, 400, 4), (1, 4000, 12), (64, 4000, 6), (170, 4000, 3), (600, 4000, 1)],
 )
