@@ -38,8 +38,10 @@ class TestAttention:
     def test_against_loops(self, mode, seen, entries):
         layer = LayerType.C4A
         oracle, content = make(mode, layer)
-        window, picked, token = KEYS[:seen], KEYS[seen : seen + entries], KEYS[399]
-        found = oracle.attend(token, layer, window, picked)
+        window, picked = KEYS[:seen], KEYS[seen : seen + entries]
+        # Beside a token that sees other keys, and other numbers of them.
+        both = oracle.attend(KEYS[[7, 399]], layer, [KEYS[:3], window], [KEYS[200:206], picked])
+        found = both[1]
 
         keys = through_cache(content.rows(window, layer), get_layout("fp8_ds_mla"))
         if entries:
@@ -55,7 +57,7 @@ class TestAttention:
         """A single key k gets the weight exp(s) / (exp(s) + exp(sink))."""
         layer = LayerType.SWAONLY
         oracle, content = make(DataMode.EXACT, layer)
-        out = oracle.attend(KEYS[0], layer, KEYS[:1], KEYS[:0])
+        out = oracle.attend(KEYS[:1], layer, [KEYS[:1]], [KEYS[:0]])[0]
         k = content.rows(KEYS[:1], layer)[0].tolist()
         for head in range(HEADS):
             q = content.queries(KEYS[:1], layer)[0, head].tolist()

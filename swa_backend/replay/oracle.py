@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,28 +97,49 @@ class Oracle:
 
     def keys_of(self, keys: np.ndarray, layer: LayerType, *, entry: bool) -> torch.Tensor:
         """Cached rows [n, 512] float64 of content keys [n]."""
-        numbers = torch.from_numpy(chunk_numbers(keys, layer, entry=entry)) * NUM_CHUNKS + torch.arange(NUM_CHUNKS)
-        return self._tables[entry].index_select(0, numbers.view(-1).to(self._device)).view(len(keys), HEAD_DIM)
+        return self._rows(self._numbers(keys, layer, entry=entry), entry=entry)
 
-    def attend(self, token: np.uint64, layer: LayerType, window: np.ndarray, entries: np.ndarray) -> np.ndarray:
-        """Output [num_heads, 512] float64.
+    def attend(
+        self,
+        tokens: np.ndarray,
+        layer: LayerType,
+        windows: Sequence[np.ndarray],
+        entries: Sequence[np.ndarray],
+    ) -> np.ndarray:
+        """Outputs [n, num_heads, 512] float64 of n tokens.
 
         Args:
-            token: content key of the token.
-            layer: its layer type.
-            window: content keys of the tokens in its window.
-            entries: keys of the compressed entries that it sees.
+            tokens: [n] their content keys.
+            layer: their layer type.
+            windows: for each the content keys of the tokens in its window.
+            entries: for each the keys of the compressed entries that it sees.
         """
-        k = torch.cat([self.keys_of(window, layer, entry=False), self.keys_of(entries, layer, entry=True)])
-        numbers = query_numbers(np.array([token], dtype=np.uint64), layer, self._num_heads)[0]
-        q = self._queries[torch.from_numpy(numbers).to(self._device)]
+        # One upload for all tokens: a device that is busy makes each of them wait.
+        window_numbers = self._numbers(np.concatenate(windows), layer, entry=False)
+        entry_numbers = self._numbers(np.concatenate(entries), layer, entry=True)
+        queries = torch.from_numpy(query_numbers(tokens, layer, self._num_heads)).to(self._device)
         sink = self._sinks[layer]
-        logits = (q @ k.T).mul_(self._scale)
-        peak = torch.maximum(logits.amax(dim=1), sink)
-        weights = logits.sub_(peak[:, None]).exp_()
-        total = weights.sum(dim=1) + (sink - peak).exp()
-        result: np.ndarray = (weights @ k).div_(total[:, None]).cpu().numpy()
-        return result
+        results = torch.empty(len(tokens), self._num_heads, HEAD_DIM, dtype=torch.float64, device=self._device)
+        at = first = 0
+        for token, (window, more) in enumerate(zip(windows, entries, strict=True)):
+            own, seen = window_numbers[at : at + len(window)], entry_numbers[first : first + len(more)]
+            at, first = at + len(window), first + len(more)
+            k = torch.cat([self._rows(own, entry=False), self._rows(seen, entry=True)])
+            logits = (self._queries[queries[token]] @ k.T).mul_(self._scale)
+            peak = torch.maximum(logits.amax(dim=1), sink)
+            weights = logits.sub_(peak[:, None]).exp_()
+            total = weights.sum(dim=1) + (sink - peak).exp()
+            torch.div(weights @ k, total[:, None], out=results[token])
+        found: np.ndarray = results.cpu().numpy()
+        return found
+
+    def _numbers(self, keys: np.ndarray, layer: LayerType, *, entry: bool) -> torch.Tensor:
+        """Rows [n, 8] int32 of the table, on the device, that make up content keys [n]."""
+        numbers = chunk_numbers(keys, layer, entry=entry) * NUM_CHUNKS + np.arange(NUM_CHUNKS, dtype=np.int32)
+        return torch.from_numpy(numbers).to(self._device)
+
+    def _rows(self, numbers: torch.Tensor, *, entry: bool) -> torch.Tensor:
+        return self._tables[entry].index_select(0, numbers.reshape(-1)).view(len(numbers), HEAD_DIM)
 
 
 def compare(out: np.ndarray, right: np.ndarray, what: str, verdict: Verdict) -> None:

@@ -18,6 +18,7 @@ from swa_backend.replay.scheduler import Kind
 from swa_backend.replay.step import WINDOW_GROUP, Step
 from swa_backend.topk import TopkSlots
 
+_NO_KEYS = np.empty(0, dtype=np.uint64)
 SAMPLED_TOKENS = 600  # expected number of tokens sampled at random, beside the chosen ones
 
 
@@ -184,20 +185,25 @@ class StepOracle:
             out: [T, heads, 512] output.
             picks: [T, K] request-local entries that an indexed layer picked.
         """
+        if not len(tokens):
+            return
         index = torch.from_numpy(tokens)
         found = out.index_select(0, index.to(out.device)).double().cpu().numpy()
         picked = None if picks is None else picks.index_select(0, index.to(picks.device)).cpu().numpy()
-        histories = self._histories
+        histories, windows, entries = self._histories, [], []
         for row, token in enumerate(tokens.tolist()):
             position, at, request = (int(a[token]) for a in (step.positions, step.token, step.request_ids))
-            window = histories.keys[at - min(position, self._window - 1) : at + 1]
-            entries = np.empty(0, dtype=np.uint64)
+            windows.append(histories.keys[at - min(position, self._window - 1) : at + 1])
+            seen = np.empty(0, dtype=np.int64)
             if layer.compressed:
                 complete = np.arange((position + 1) // layer.ratio)
                 seen = complete if picked is None else picked[row][picked[row] >= 0]
-                entries = histories.entry_keys[layer.ratio][histories.entry_base[layer.ratio][request] + seen]
-            right = self._oracle.attend(step.keys[token], layer, window, entries)
-            compare(found[row], right, f"{layer} layer, request {request}, position {position}", self.verdict)
+                seen = histories.entry_base[layer.ratio][request] + seen
+            entries.append(histories.entry_keys[layer.ratio][seen] if layer.compressed else _NO_KEYS)
+        right = self._oracle.attend(step.keys[tokens], layer, windows, entries)
+        for row, token in enumerate(tokens.tolist()):
+            where = f"request {step.request_ids[token]}, position {step.positions[token]}"
+            compare(found[row], right[row], f"{layer} layer, {where}", self.verdict)
 
 
 def _host(tensor: torch.Tensor) -> np.ndarray:
