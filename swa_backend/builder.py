@@ -51,6 +51,8 @@ class DeepseekSparseSWAMetadataBuilder:
         null_page: page number that stands for "no page" in the engine; validation reports it in a live window.
         compressed_groups: compressed cache groups that `build` gets through ``groups``.
         swa_groups: further sliding-window cache groups, likewise.
+        shares_scratch_with: a builder whose steps never run at the same time as this one's, on one stream and thread:
+            the two then use the same scratch memory of attention. Without it each builder has its own.
 
     Raises:
         ConfigError: a group is named twice, the spec is not that of the model's window cache, or memory runs out.
@@ -73,6 +75,7 @@ class DeepseekSparseSWAMetadataBuilder:
         null_page: int | None = None,
         compressed_groups: Sequence[CompressedGroup] = (),
         swa_groups: Sequence[SwaGroup] = (),
+        shares_scratch_with: DeepseekSparseSWAMetadataBuilder | None = None,
     ) -> None:
         require_type("kv_cache_spec", kv_cache_spec, KVCacheSpec)
         require_type("config", config, BackendConfig)
@@ -89,7 +92,13 @@ class DeepseekSparseSWAMetadataBuilder:
         self.block_size = kv_cache_spec.block_size
         self.decode_threshold = config.decode_threshold
         self.shape = attention_shape(config, kv_cache_spec, self.backend, self.device)
-        self.provider = choose_provider(self.backend, self.shape)
+        platform, target = self.backend.platform, self.backend.target
+        if shares_scratch_with is None:
+            self._providers = tuple(platform.load_providers(target))
+        else:
+            require_type("shares_scratch_with", shares_scratch_with, DeepseekSparseSWAMetadataBuilder)
+            self._providers = shares_scratch_with._providers
+        self.provider = choose_provider(self.backend, self.shape, self._providers)
 
         main = SwaGroup(MAIN_GROUP, self.block_size, num_pages)
         further = [replace(g, page_tokens=g.page_tokens or self.block_size) for g in swa_groups]

@@ -103,7 +103,8 @@ class Platform:
         load_builder: imports and returns the metadata builder class.
         load_operations: imports and returns the index and cache operations.
         load_scheduler: the tile scheduler for a target (None: the device of this machine).
-        load_providers: attention providers for a target, in order of preference.
+        load_providers: attention providers for a target, in order of preference; new ones for each builder, so that
+            no two builders share scratch memory.
         cache_dialect: the fp8 dialect of a cache by its role and target.
         auto_rank: position in automatic selection, smaller first; None keeps the platform out of it.
         check_target: reasons why a target cannot be served; empty when it can.

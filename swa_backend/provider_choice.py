@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,13 +45,20 @@ def forced_provider() -> str:
     return os.environ.get(ATTENTION_VARIABLE, "").strip().lower()
 
 
-def choose_provider(backend: Backend, shape: AttentionShape) -> AttentionProvider:
+def choose_provider(
+    backend: Backend, shape: AttentionShape, among: Sequence[AttentionProvider] | None = None
+) -> AttentionProvider:
     """The provider named by ``SWA_BACKEND_ATTENTION``, or the first of the platform that serves the shape.
+
+    Args:
+        backend: the platform's descriptor.
+        shape: what will be asked of the provider.
+        among: the platform's providers that a builder has for itself; None takes the descriptor's.
 
     Raises:
         ProviderError: none does, or the one named does not; with every candidate's reasons.
     """
-    candidates = backend.providers
+    candidates = backend.providers if among is None else tuple(among)
     forced = forced_provider()
     if forced:
         candidates = tuple(one for one in candidates if one.name == forced)

@@ -476,3 +476,23 @@ def test_nothing_is_built_when_host_lengths_are_missing() -> None:
     builder._build_indices = lambda step: pytest.fail("launched")
     with pytest.raises(BatchError, match=r"^seq_lens_cpu_upper_bound: "):
         builder._run(step, builder._split(step), ((step.block_table_tensor, step.slot_mapping),))
+
+
+class TestScratch:
+    """Attention's scratch memory belongs to a builder, unless two say that they never run at the same time."""
+
+    def test_each_builder_has_providers_of_its_own(self) -> None:
+        backend = planning_backend()
+        first, second = make_builder(make_config(), backend=backend), make_builder(make_config(), backend=backend)
+        assert first.provider.name == second.provider.name
+        assert first.provider is not second.provider
+
+    def test_builders_that_share_it_have_the_same(self) -> None:
+        backend = planning_backend()
+        first = make_builder(make_config(), backend=backend)
+        second = make_builder(make_config(k=2), backend=backend, shares_scratch_with=first)
+        assert second.provider is first.provider
+
+    def test_it_is_shared_with_builders_alone(self) -> None:
+        with pytest.raises(ConfigError, match=r"^shares_scratch_with: "):
+            make_builder(make_config(), shares_scratch_with=get_backend("cpu"))
