@@ -171,6 +171,19 @@ class TestCommand:
         assert main(["plan-memory", "--model", "v4.1-flash"]) == 0
         assert "Layers that share compressed entries read one cache." in " ".join(capsys.readouterr().out.split())
 
+    @pytest.mark.parametrize("columns", ["40", "60"])
+    def test_narrow_terminals_lose_no_digit(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["plan-memory"]) == 0
+        text = capsys.readouterr().out
+        assert "\u2026" not in text
+        # The last column, put together again.
+        cells = [line.split("\u2502")[-2].strip() for line in text.splitlines() if line.count("\u2502") > 5]
+        assert "12,285" in "".join(cells)
+        assert "28,361.25" in "".join(cells)
+
     def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["plan-memory", "--memory", "80GiB", "--json", "--max-model-len", "8192", "--drafts", "2"]) == 0
         report = json.loads(capsys.readouterr().out)

@@ -169,7 +169,7 @@ def _table(report: Report) -> Table:
     for heading in ("case", "whose"):
         table.add_column(heading, overflow="fold")
     for heading in ("host", "GPU", "cold", "launches", "ratio"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for row in report["cases"]:
         for who, times in contenders(row):
             numbers = (_with_p90(times.get(name), times.get(f"{name}_p90")) for name in ("host", "gpu", "gpu_cold"))
@@ -186,7 +186,7 @@ def _changes(comparison: Comparison) -> Table:
     for heading in ("bench: case", "whose", "time"):
         table.add_column(heading, overflow="fold")
     for heading in ("before", "after", "factor", "peer / it"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for one in comparison.changes:
         style = "bold red" if one.factor > 1.05 else "green" if one.factor < 0.95 else None
         table.add_row(

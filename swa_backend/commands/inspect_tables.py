@@ -37,7 +37,7 @@ def _table(title: str, headings: Sequence[str], numbers: Sequence[str] = ()) -> 
 def _summary(report: StepReport) -> Table:
     facts, split = report.facts, report.facts["split"]
     table = Table(show_header=False, box=None)
-    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="bold", overflow="fold")
     table.add_column(overflow="fold")
     pages = "not known" if facts["num_pages"] is None else facts["num_pages"]
     for name, value in (
@@ -78,8 +78,7 @@ def _rows(report: StepReport, limit: int) -> Table:
         "Rows", ("token", "req.", "at", "part", "len", "keys", "slots", *(() if plain else ("of these",)), *compressed),
         ("token", "req.", "at", "len", *compressed),
     )  # fmt: skip
-    for column in table.columns[:6]:
-        column.no_wrap = True
+    table.columns[3].min_width = len("prefill")
     for token in _ends_of_requests(report.tokens, limit):
         if token is None:
             table.add_row("..")
@@ -87,7 +86,7 @@ def _rows(report: StepReport, limit: int) -> Table:
         known = {kind.value: bool(own.known[token.token]) for kind, own in report.entries.items()}
         table.add_row(
             str(token.token), _number(token.request), _number(token.position), token.part, str(token.len),
-            _span(token.first_key, token.last_key), _span(token.first_slot, token.last_slot, ".."),
+            _span(token.first_key, token.last_key), _span(token.first_slot, token.last_slot, " .. "),
             *(() if plain else (", ".join(f"{n} {key}" for key, n in token.keys.items()),)),
             *(f"{'' if known[kind] else '<= '}{n}" for kind, n in token.entries.items()),
         )  # fmt: skip
@@ -168,7 +167,7 @@ def _left_out(table: Table, count: int, what: str) -> None:
         table.caption_justify = "left"
 
 
-def _span(first: int | None, last: int | None, between: str = "-") -> str:
+def _span(first: int | None, last: int | None, between: str = " to ") -> str:
     if first is None or last is None or first < 0 > last:
         return "none"
     return str(first) if first == last else f"{first}{between}{last}"

@@ -81,8 +81,7 @@ def _caches(report: MemoryPlan) -> Table:
         ("all of them", _number(report.bytes_per_token())),
     ):
         text = heading in ("layers", "cache", "page")
-        table.add_column(heading, footer, justify="left" if text else "right", overflow="fold", no_wrap=not text)
-    table.columns[0].no_wrap = True
+        table.add_column(heading, footer, justify="left" if text else "right", overflow="fold")
     for one in report.caches:
         holds = f"{one.page_tokens} tokens" + (f", {one.entries} entries" if one.entries != one.page_tokens else "")
         table.add_row(
@@ -98,7 +97,7 @@ def _fits(report: MemoryPlan) -> Table:
     table = Table(title=f"What fits in {report.memory:,} bytes", title_justify="left")
     table.add_column("pages", overflow="fold")
     for heading in ("context", "bytes a request", "requests", "tokens"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     table.add_row("all kept", "any", "", "", f"{report.kept_tokens:,}")
     for fit in report.fits:
         numbers = (fit.context, fit.bytes_per_request, fit.requests, fit.tokens)
