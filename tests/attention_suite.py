@@ -57,6 +57,13 @@ def test_g7_all_lens_zero(provider: ProviderUnderTest, tokens: int) -> None:
     assert torch.all(result.lse == -INF)
 
 
+@pytest.mark.parametrize("rows", [60, 64, 65, 66])
+def test_s5_decode_rows_around_64(provider: ProviderUnderTest, rows: int) -> None:
+    """Whatever number of rows a kernel takes at a time."""
+    scene = Scene(provider, [1] * rows, [1 + 3 * row for row in range(rows)], heads=1, config={"max_num_seqs": 80})
+    check(scene.run(), scene.expected())
+
+
 def test_g4_padded_tokens_are_zero(provider: ProviderUnderTest) -> None:
     scene = Scene(
         provider, [1] * 342, [1 + t % 9 for t in range(342)], batch={"padding": 10}, config={"max_num_seqs": 352}

@@ -16,6 +16,7 @@ for helper in ("attention_scene", "flashmla_fake"):
 from swa_backend.attention import AttentionResult  # noqa: E402
 from swa_backend.cache_layout import get_layout  # noqa: E402
 from swa_backend.errors import CacheError, ProviderError  # noqa: E402
+from swa_backend.groups import CompressedGroup, SwaGroup  # noqa: E402
 from swa_backend.layer_types import LayerType  # noqa: E402
 from swa_backend.pages import PageView  # noqa: E402
 from swa_platform_cuda import flashmla_provider  # noqa: E402
@@ -427,6 +428,26 @@ def test_a_second_cache_of_no_known_group_is_read_from_its_pages(
     scene.metadata.compressed = {}
     check(scene.run(compressed=compressed), scene.expected(seen))
     assert not kernels.prefills
+
+
+def test_layers_of_a_further_window_group_gather_as_well(provider: ProviderUnderTest, kernels: FakeKernels) -> None:
+    """The second caches of a step serve the layers of each of its window groups."""
+    scene = mixed(provider, second=C4)
+    spec, settings = scene.cache.get_kv_cache_spec(scene.settings), scene.settings
+    builder = provider.backend.get_builder_cls()(
+        spec, ["layers.0"], settings, scene.device, num_pages=scene.num_pages,
+        compressed_groups=[CompressedGroup("second", 4, 256)], swa_groups=[SwaGroup("other")],
+    )  # fmt: skip
+    slots = scene.spec.slot_mapping()
+    step = builder.build(
+        0, scene.spec.metadata("cpu"),
+        groups={"other": (scene.spec.block_table(), slots), "second": (scene.second_table, slots)},
+    )  # fmt: skip
+    scene.metadata = step.groups["other"]
+    local = local_entries(scene)
+    check(scene.run(compressed=scene.topk(local)), scene.expected(seen_by(scene, local)))
+    assert len(kernels.prefills) == 1
+    assert len(kernels.decodes) == 1
 
 
 @pytest.mark.parametrize("gathers", [True, False])

@@ -185,6 +185,23 @@ def test_g5_g6_t3_a_captured_step_equals_an_eager_one_bit_for_bit(provider: Prov
         assert torch.isneginf(replayed[1][len(seqs) :]).all()
 
 
+def test_c1_slots_on_both_sides_of_2_gib(provider: ProviderUnderTest) -> None:
+    """Page 57,358 holds the byte 2^31; the rows name its tokens, those beside it, and the last ones of the pool."""
+    pages, first = 64_000, 57_358  # 2.2 GiB
+    scene = Scene(provider, [1] * 4, [20] * 4, heads=64)
+    cache = DeepseekV4SWACache(512, 128, torch.uint8, "large", None, provider.backend, block_size=64)
+    cache.bind_kv_cache(cache.allocate(pages, scene.device))
+    starts = [first * 64 - 5, first * 64 - 2, (first + 1) * 64 - 10, pages * 64 - 20]
+    for row, (start, keys) in enumerate(zip(starts, scene.history, strict=True)):
+        slots = torch.arange(start, start + 20, device=scene.device)
+        store_keys(keys.to(scene.device), cache, slots)
+        scene.metadata.decode_swa_indices[row, 0, :20] = slots.int()
+    low = torch.arange(20, device=scene.device)  # where a 32-bit offset would land
+    store_keys(torch.full((20, 512), torch.nan, device=scene.device).bfloat16(), cache, low)
+    scene.cache = cache
+    check(scene.run(), scene.expected())
+
+
 def test_t1_a_step_of_60_layers_plans_once_for_each_type(provider: ProviderUnderTest) -> None:
     model = Model()
     model.change([100, 5000], 0)
