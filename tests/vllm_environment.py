@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VERSION = "0.33.0"
-TESTS = ("tests/test_vllm_real.py", "tests/test_vllm_plugin.py", "tests/test_vllm_builder.py")
+TESTS = [f"tests/test_vllm_{name}.py" for name in ("real", "plugin", "builder", "attention")]
 
 
 def main() -> int:

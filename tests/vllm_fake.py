@@ -237,6 +237,29 @@ def _rocm(sparse_swa: Any) -> ModuleType:
     return module
 
 
+def _attention(module: ModuleType, name: str, heads: int) -> None:
+    """An attention class whose own attention must not run."""
+
+    def initialise(self: Any, vllm_config: Any, prefix: str, layer: Any) -> None:
+        vars(self).update(vars(layer), prefix=prefix)
+
+    def forward_mqa(self: Any, q: Any, kv: Any, positions: Any, output: Any) -> None:
+        output.fill_(7)  # vLLM's own
+
+    members = {
+        "__init__": initialise,
+        "__module__": module.__name__,
+        "forward_mqa": forward_mqa,
+        "get_padded_num_q_heads": classmethod(lambda cls, given: max(given, heads)),
+    }
+    setattr(module, name, type(name, (), members))
+
+
+def max_decode_query_len(config: Any) -> int:
+    drafting = config.speculative_config
+    return 1 if drafting is None else 1 + (1 + drafting.parallel_drafting) * drafting.num_speculative_tokens
+
+
 def build_attn_metadata(builders: list[Any], batches: list[Any], *, fail: bool = False, **kwargs: Any) -> list[Any]:
     """The second model runner's loop over cache groups."""
     made = [builder.build(0, batch, **kwargs) for builder, batch in zip(builders, batches, strict=True)]
@@ -257,6 +280,9 @@ class Fake:
     """One fake vLLM; every module is a new one."""
 
     version: str = VERSION
+    rocm: bool = False
+    heads: int = 8  # to which FlashMLA's layers are padded
+    context: Any = None  # vLLM's metadata of the step by cache prefix
     modules: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -270,8 +296,14 @@ class Fake:
         runner.GPUModelRunner._build_attention_metadata = GPUModelRunner._build_attention_metadata  # type: ignore[attr-defined]
         vllm = ModuleType("vllm")
         vllm.__version__ = self.version  # type: ignore[attr-defined]
+        backend.max_decode_query_len = max_decode_query_len  # type: ignore[attr-defined]
         leaves = [make(sparse_swa) for make in (_flashmla, _flashinfer_v41, _rocm)]
-        for module in (vllm, sparse_swa, backend, utils, state, runner, *leaves):
+        _attention(leaves[0], "DeepseekV4FlashMLAAttention", heads=self.heads)
+        _attention(leaves[2], "DeepseekV4ROCMAiterMLAAttention", heads=1)
+        context, platforms = ModuleType("vllm.forward_context"), ModuleType("vllm.platforms")
+        context.get_forward_context = lambda: SimpleNamespace(attn_metadata=self.context)  # type: ignore[attr-defined]
+        platforms.current_platform = SimpleNamespace(is_rocm=lambda: self.rocm)  # type: ignore[attr-defined]
+        for module in (vllm, sparse_swa, backend, utils, state, runner, context, platforms, *leaves):
             self.modules[module.__name__] = module
 
     @property

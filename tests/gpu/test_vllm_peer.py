@@ -336,6 +336,74 @@ def test_nothing_compiles_after_construction() -> None:
     assert stats().compilations == compiled
 
 
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stand-ins of vLLM's layers with the plugin's attention, on this GPU."""
+    from swa_backend.integrations.vllm import plugin
+    from tests.vllm_fake import Fake
+
+    monkeypatch.setattr(plugin, "_done", None)
+    monkeypatch.setenv("SWA_BACKEND_ATTENTION", "flashmla")
+    fake = Fake(heads=64)
+    plugin.activate("attention", fake.load)
+    return fake
+
+
+def _scene(ratio: int, **options: Any) -> Any:
+    from swa_backend.registry import get_backend
+    from tests.attention_scene import ProviderUnderTest, mixed
+
+    provider = ProviderUnderTest("flashmla", get_backend("cuda"), DEVICE)
+    second = {"second": (ratio, "fp8_ds_mla", 256)} if ratio > 1 else {}
+    return mixed(provider, heads=64, **second, **options)
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_attention_of_vllms_layers(ratio: int, layers: Any) -> None:
+    from tests.test_vllm_attention import Step, check, complete, picked
+
+    scene = _scene(ratio)
+    picks, seen = picked(scene) if ratio == 4 else (None, complete(scene) if ratio == 128 else None)
+    step = Step(scene, layers, ratio, picks)
+    expected = scene.expected(seen)
+    check(step.run(), expected)
+    check(step.run(), expected)
+    compiled = stats().compilations
+    step.build()
+    check(step.run(), expected)
+    assert stats().compilations == compiled
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_attention_of_vllms_layers_in_a_graph(ratio: int, layers: Any) -> None:
+    """A captured decode step, replayed after the build of another one: equal to the step computed eagerly."""
+    from tests.attention_scene import Scene
+    from tests.test_vllm_attention import Step
+
+    whole = _scene(ratio)
+    options = {"second": whole.second} if ratio > 1 else {}
+    scene = Scene(whole.provider, [1] * 6, [130, 5, 700, 1, 40, 200], heads=64, config={"k": 2}, **options)
+    picks = None
+    if ratio == 4:
+        picks = torch.arange(64, dtype=torch.int32).expand(scene.tokens, 64).contiguous()
+    step = Step(scene, layers, ratio, picks)
+    positions, output = step.positions(), torch.empty_like(scene.q)
+    q = scene.q.clone()
+    step.layer.forward_mqa(q, None, positions, output)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.layer.forward_mqa(q, None, positions, output)
+    for shift in (0, 1, 3):
+        q.copy_(scene.q.roll(shift, 0))
+        step.build()  # into the same buffers
+        graph.replay()
+        found = output.clone()
+        step.layer.forward_mqa(q, None, positions, output)
+        assert torch.equal(found, output), shift
+        assert torch.isfinite(found).all()
+
+
 def main() -> None:
     """Host and GPU time of a build of either library, in one run."""
     from swa_backend.bench.timing import machine

@@ -20,12 +20,13 @@ from swa_backend.capture import capture_id
 from swa_backend.config import BackendConfig
 from swa_backend.errors import BatchError, ConfigError
 from swa_backend.groups import SwaGroup
+from swa_backend.integrations.vllm.attention import VllmAttention, keep_vllms
 from swa_backend.integrations.vllm.engine import builder_class, first, with_engine_attention
 from swa_backend.integrations.vllm.metadata import MADE_BY, fill, metadata_classes
 from swa_backend.integrations.vllm.settings import cache_spec, check_width, window_config
 from swa_backend.integrations.vllm.shared_step import SharedBatch, note, wrap_loops
 from swa_backend.integrations.vllm.surface import BUILDERS
-from swa_backend.integrations.vllm.warmup import warm_builds
+from swa_backend.integrations.vllm.warmup import warm_attention, warm_builds
 from swa_backend.metadata import DeepseekSparseSWAMetadata
 from swa_backend.platform import CacheRole
 from swa_backend.registry import get_backend
@@ -105,7 +106,7 @@ def _batch(common: Any, replay_start: torch.Tensor | None, max_model_len: int) -
     )
 
 
-def _replacing(base: Any, sparse_swa: ModuleType) -> type:
+def _replacing(base: Any, sparse_swa: ModuleType, attention: VllmAttention | None) -> type:
     """The class that goes in between vLLM's base class and its subclasses."""
 
     class SharedBuilds(base):  # type: ignore[misc]
@@ -125,12 +126,24 @@ def _replacing(base: Any, sparse_swa: ModuleType) -> type:
             self.swa_config = window_config(self)
             check_width(self, self.swa_config)
             self.swa_backend = with_engine_attention(get_backend())
+            if attention is not None:
+                self._take_attention(attention)
             self.classes = metadata_classes(self.metadata_class)
             self._builds: dict[tuple[int, ...], Builds] = {}  # by the builders that are built together, this one first
             self._plan_fields: tuple[str, ...] | None = None
             self.group_kind = _kind(self.swa_config, self.ragged, device)
             warm_builds(self.swa_backend, self.swa_config, device, ragged=self.ragged)
             wrap_loops()
+
+        def _take_attention(self, attention: VllmAttention) -> None:
+            """Build for this library's attention, if the layers take it."""
+            if not attention.serves(type(self)):
+                keep_vllms(f"layers of {type(self).__bases__[0].__module__}", ("the plugin does not replace theirs",))
+                return
+            choice = attention.choose(self.vllm_config, self.kv_cache_spec, self.device)
+            if choice.config is not None:
+                self.swa_config, self.swa_backend = choice.config, get_backend()
+                warm_attention(self.swa_backend, self.swa_config, self.device)
 
         def build(
             self,
@@ -230,11 +243,12 @@ class Replacements:
 
     Args:
         sparse_swa: vLLM's module of that name.
+        attention: the layers whose attention is this library's; None in mode ``metadata``.
     """
 
-    def __init__(self, sparse_swa: ModuleType) -> None:
+    def __init__(self, sparse_swa: ModuleType, attention: VllmAttention | None = None) -> None:
         self._base: type = sparse_swa.DeepseekSparseSWAMetadataBuilder
-        self._own = _replacing(self._base, sparse_swa)
+        self._own = _replacing(self._base, sparse_swa, attention)
         self._builders: dict[type, type] = {}
         self._backends: dict[type, type] = {}
 

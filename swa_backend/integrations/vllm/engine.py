@@ -70,7 +70,18 @@ def builder_class(backend: Backend, ragged: bool) -> type[DeepseekSparseSWAMetad
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             assemble: Any = self._assemble
-            self._assemble: Any = lambda *step: partial(assemble, *step)
+            self._assemble: Any = lambda *step: partial(self._put_together, assemble, self._builds.value, *step)
+
+        def _put_together(self, assemble: Any, number: int, *step: Any) -> Any:
+            metadata = assemble(*step)
+            for one in (metadata, *metadata.groups.values()):
+                one.generation = number  # another build may have been launched meanwhile
+            super()._give_plans(metadata)
+            return metadata
+
+        def _give_plans(self, metadata: Any) -> None:
+            if not isinstance(metadata, partial):
+                super()._give_plans(metadata)
 
         def _group_inputs(self, batch: Any, groups: Any) -> Any:
             inputs = [(batch.block_table_tensor, batch.slot_mapping)]

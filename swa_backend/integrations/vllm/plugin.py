@@ -9,11 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swa_backend._checks import show
 from swa_backend.errors import ConfigError
 from swa_backend.integrations.vllm.surface import BACKEND, SPARSE_SWA, surface_reasons, version_reasons
+
+if TYPE_CHECKING:
+    from swa_backend.integrations.vllm.attention import VllmAttention
 
 VARIABLE = "SWA_BACKEND_VLLM"
 
@@ -73,7 +76,13 @@ def activate(value: str, load: Callable[[str], ModuleType] = importlib.import_mo
             fix=f"Install a supported vLLM, or unset {VARIABLE}.",
         )
     done = Activation(mode, version)
-    _replace_builders(load(SPARSE_SWA), done)
+    attention = None
+    if mode is Mode.ATTENTION:
+        from swa_backend.integrations.vllm.attention import VllmAttention, replace_attention
+
+        attention = VllmAttention(load)
+        replace_attention(attention, done)
+    _replace_builders(load(SPARSE_SWA), attention, done)
     _done = done
     replaced = "; ".join(f"{old}: {new}" for old, new in done.replaced.items())
     logger.info("%s=%s, vLLM %s. Replaced %s", VARIABLE, mode, version, replaced)
@@ -111,14 +120,16 @@ def examine(mode: Mode, load: Callable[[str], ModuleType] = importlib.import_mod
     except Exception as error:
         return version, [f"{SPARSE_SWA} cannot be imported: {type(error).__name__}: {error}"]
     if mode is Mode.ATTENTION:
-        reasons.append("this version replaces the metadata builders alone")
+        from swa_backend.integrations.vllm.attention import attention_reasons
+
+        reasons += attention_reasons(load)
     return version, reasons
 
 
-def _replace_builders(sparse_swa: ModuleType, done: Activation) -> None:
+def _replace_builders(sparse_swa: ModuleType, attention: VllmAttention | None, done: Activation) -> None:
     from swa_backend.integrations.vllm.builder import Replacements
 
-    replacements = Replacements(sparse_swa)
+    replacements = Replacements(sparse_swa, attention)
     cache_cls = sparse_swa.DeepseekV4SWACache
     original = cache_cls.get_attn_backend
 

@@ -6,6 +6,7 @@ derived a second time from vLLM's configuration: the two can then not disagree.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -45,25 +46,56 @@ def window_config(builder: Any) -> BackendConfig:
         image_mode=ImageMode.BIDIRECTIONAL if builder.max_image_tokens else ImageMode.NONE,
         max_image_tokens=builder.max_image_tokens,
     )
+    tokens = builder.max_num_batched_tokens
+    # A padded batch may have as many requests, or decodes, as it has tokens.
+    requests = max(builder.vllm_config.scheduler_config.max_num_seqs, tokens)
+    scheduler = SchedulerConfig(builder.max_model_len, requests, tokens)
+    drafting = speculative(builder.num_speculative_tokens, builder.decode_threshold, builder.is_dspark)
+    return _shared(BackendConfig(model, scheduler, speculative=drafting, page_tokens=builder.block_size))
+
+
+def attention_config(engine: Any, heads: int, threshold: int, page_tokens: int, layout: PageLayout) -> BackendConfig:
+    """The settings that attention depends on, for one rank.
+
+    Args:
+        engine: vLLM's ``VllmConfig``.
+        heads: query heads of a layer's tensors on this rank, padding included.
+        threshold: longest query that vLLM counts as a decode.
+        page_tokens: tokens of a page of the sliding-window cache.
+        layout: of that cache.
+
+    Raises:
+        ConfigError: a setting that this library cannot represent.
+    """
+    hf, scheduler = engine.model_config.hf_config, engine.scheduler_config
+    model = ModelConfig.from_hf_config(hf.to_dict() if hasattr(hf, "to_dict") else vars(hf))
+    length = engine.model_config.max_model_len
+    model = replace(model, num_heads=heads, max_position_embeddings=max(length, model.max_position_embeddings))
+    drafts = engine.speculative_config
+    count = drafts.num_speculative_tokens if drafts is not None else 0
+    # vLLM pads batches of decodes to the sizes of its graphs.
+    padded = getattr(getattr(engine, "compilation_config", None), "max_cudagraph_capture_size", None) or 0
+    tokens = scheduler.max_num_batched_tokens
+    requests = max(scheduler.max_num_seqs, min(padded, tokens))
     return _shared(
-        BackendConfig(model, scheduler_of(builder), speculative=speculative_of(builder), page_tokens=builder.block_size)
+        BackendConfig(
+            model,
+            SchedulerConfig(length, requests, tokens),
+            speculative=speculative(count, threshold, drafts is not None and drafts.use_dspark()),
+            page_tokens=page_tokens,
+            cache_layout=layout.name,
+            compressed_layout=layout.name,
+        )
     )
 
 
-def scheduler_of(builder: Any) -> SchedulerConfig:
-    """The scheduler's limits. A padded batch may have as many requests, or decodes, as it has tokens."""
-    tokens = builder.max_num_batched_tokens
-    requests = max(builder.vllm_config.scheduler_config.max_num_seqs, tokens)
-    return SchedulerConfig(builder.max_model_len, requests, tokens)
-
-
-def speculative_of(builder: Any) -> SpeculativeConfig | None:
-    """Speculative decoding, such that the decode threshold and the width of draft rows are vLLM's.
+def speculative(drafts: int | None, threshold: int, dspark: bool) -> SpeculativeConfig | None:
+    """Speculative decoding, such that the decode threshold is vLLM's.
 
     Raises:
-        ConfigError: vLLM's threshold or width follows from no setting of this library.
+        ConfigError: the threshold follows from no setting of this library.
     """
-    drafts, threshold = builder.num_speculative_tokens or 0, builder.decode_threshold
+    drafts = drafts or 0
     if not drafts and threshold == 1:
         return None
     both = threshold == 1 + 2 * drafts
@@ -74,7 +106,7 @@ def speculative_of(builder: Any) -> SpeculativeConfig | None:
             legal="1 + num_speculative_tokens, or twice as many drafts with parallel drafting",
             fix="Unset SWA_BACKEND_VLLM for this configuration.",
         )
-    return SpeculativeConfig(drafts, parallel_drafting=both, dspark=builder.is_dspark)
+    return SpeculativeConfig(drafts, parallel_drafting=both, dspark=dspark)
 
 
 def check_width(builder: Any, config: BackendConfig) -> None:

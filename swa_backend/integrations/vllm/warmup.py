@@ -32,3 +32,13 @@ def warm_builds(backend: Backend, config: BackendConfig, device: torch.device, *
     for launcher in launchers:
         launcher.compile()
     return tuple(map(str, launchers))
+
+
+@cache
+def warm_attention(backend: Backend, config: BackendConfig, device: torch.device) -> tuple[str, ...]:
+    """Compile and load every key that attention of a configuration can need on a GPU, once.
+
+    Returns:
+        Kernel and key of each; none on a device that is no GPU.
+    """
+    return tuple(backend.warmup(config, device=device)) if device.type == "cuda" else ()
