@@ -226,7 +226,7 @@ def _random_knobs(dice: random.Random, profile: Profile) -> Knobs:
         drafts=drafts,
         parallel=style > 0.75,
         dspark=0.4 < style <= 0.75,
-        image_tokens=dice.choice((0, 0, 24, 150)),
+        image_tokens=dice.choice((0, 0, 24)) if chip else dice.choice((0, 0, 24, 150)),  # few compile keys on a chip
         ratios=ratios,
         compressed_page_tokens=dice.choice((128, 256)),
         second_page_tokens=dice.choice((0, 0, 32, 64)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ MAX_ROW_ERROR = 4e-3
 MAX_LSE_ERROR = 1e-4
 _POISON = 0xFF  # NaN as a value or as a scale of every layout
 _SCALE: float = HEAD_DIM**-0.5
+Write = Callable[[torch.Tensor, PagedCache, torch.Tensor], None]
 
 
 class Model:
@@ -98,18 +100,18 @@ class Model:
         keys: np.ndarray = mix(mix(tokens).sum(axis=1, dtype=np.uint64) ^ salt("entry", ratio))
         return keys
 
-    def write(self, step: Step, keys: np.ndarray) -> None:
+    def write(self, step: Step, keys: np.ndarray, write: Write = write_kv) -> None:
         """Store the step's keys in every layer's window, and the entries that they complete."""
         real = len(step.row)
         stored = torch.from_numpy(step.stored).to(self.device)
         for kind in self.layers_of(step):
             rows = torch.zeros(step.num_tokens, HEAD_DIM, dtype=torch.bfloat16, device=self.device)
             rows[:real] = self.content.rows(keys, kind)
-            write_kv(rows, self.windows[kind], stored)
+            write(rows, self.windows[kind], stored)
             if kind.ratio:
-                self._write_entries(step, kind)
+                self._write_entries(step, kind, write)
 
-    def _write_entries(self, step: Step, kind: LayerType) -> None:
+    def _write_entries(self, step: Step, kind: LayerType, write: Write) -> None:
         """Where they belong by the pages that the request really has, whatever the table of this step says."""
         ratio, per_page = kind.ratio, self.knobs.compressed_page_tokens // kind.ratio
         keys, slots = [], []
@@ -122,7 +124,7 @@ class Model:
                 slots.append(slots_of(step.pages[group_of(ratio)], row, entries, per_page, self.knobs.pages))
         if keys:
             rows = self.content.rows(np.concatenate(keys), kind, entry=True)
-            write_kv(rows, self.compressed[kind], torch.from_numpy(np.concatenate(slots)).to(self.device))
+            write(rows, self.compressed[kind], torch.from_numpy(np.concatenate(slots)).to(self.device))
 
     def queries(self, step: Step, keys: np.ndarray, kind: LayerType) -> torch.Tensor:
         """[T, heads, 512] bf16; padding has some query too."""

@@ -140,12 +140,12 @@ class _Run:
             if self.attention:
                 self._attend(step, right, metadata, dice)
             return
-        if self._graph is None:
-            self._graph = _Graph(self.model, step, batch, attention=self.attention)
         keys = self.model.keys_of(step)
         picks = {kind: self.model.picks(step, kind, dice) for kind in self.model.types}
         if self.attention:
             self.model.write(step, keys)
+        if self._graph is None:
+            self._graph = _Graph(self.model, step, batch, attention=self.attention)
         self._graph.replay(step, keys, picks)
         self._check(step, right, self._graph.metadata)
         for kind, result in self._graph.results.items():

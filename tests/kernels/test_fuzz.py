@@ -37,7 +37,7 @@ def check(backend: Backend, device: torch.device, **options: Any) -> None:
 
 def test_histories_through_the_kernels(device: torch.device, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--kernels") == "interpret":  # costs a second a step
-        for seed in (40_006, 40_016):  # images and captured shapes; draft blocks and all complete entries
+        for seed in (40_000, 40_016):  # images and captured shapes; draft blocks; all complete entries
             assert run_case(random_case(seed, Profile.CHIP, steps=9), kernel_backend(device), device).steps >= 8
         return
     mode = Mode.CAPTURED if device.type == "cuda" else Mode.EAGER
