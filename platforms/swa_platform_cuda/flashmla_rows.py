@@ -16,6 +16,7 @@ import triton.language as tl
 
 from swa_backend._math import cdiv
 from swa_backend.kernels.jit import Tuning, kernel
+from swa_backend.kernels.paging import divisor, quotient
 
 if TYPE_CHECKING:
     from swa_backend.cache_layout import Dialect
@@ -178,6 +179,8 @@ def mark_columns(
         "width": "i32",
         "columns": "i32",
         "page_entries": "i32",
+        "magic": "i64",  # of page_entries
+        "shift": "i32",
         "num_pages": "i32",
     },
     tuning={"": Tuning(1, 1, tiles={"BLOCK": 256})},
@@ -185,7 +188,7 @@ def mark_columns(
 )
 def flashmla_entries(
     rows, lens, token_to_req, block_table, column_of_page, out, row_stride, table_stride, out_stride, width, columns,
-    page_entries, num_pages, BLOCK: tl.constexpr,
+    page_entries, magic, shift, num_pages, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.load(lens + token), width)
@@ -194,8 +197,10 @@ def flashmla_entries(
     live = at < length
     slot = tl.load(rows + token * row_stride + tl.where(live, at, 0), mask=live, other=NONE)
     live = live & (slot >= 0)
-    page = tl.where(live, slot, 0) // page_entries
+    slot = tl.where(live, slot, 0)
+    page = quotient(slot, magic, shift)
     live = live & (page < num_pages)
+    inner = slot - page * page_entries
     page = tl.where(live, page, 0)
     column = tl.load(column_of_page + page, mask=live, other=0)
     known = live & (column >= 0) & (column < columns)
@@ -211,7 +216,7 @@ def flashmla_entries(
         missing = missing & (hit == 0)
         left = tl.sum(missing.to(tl.int32), axis=0)
         first += 1
-    entry = tl.where(known, column * page_entries + slot % page_entries, NONE)
+    entry = tl.where(known, column * page_entries + inner, NONE)
     inside = at < width
     tl.store(out + token * out_stride + tl.where(inside, at, 0), entry, mask=inside)
 
@@ -230,5 +235,5 @@ def entries_of_slots(
     launcher.launch(
         (rows.shape[0], cdiv(rows.shape[1], launcher.tiles["BLOCK"]), 1),
         rows, lens, token_to_req, block_table, columns, out, rows.stride(0), block_table.stride(0), out.stride(0),
-        rows.shape[1], block_table.shape[1], entries_per_page, columns.shape[0],
+        rows.shape[1], block_table.shape[1], entries_per_page, *divisor(entries_per_page), columns.shape[0],
     )  # fmt: skip
