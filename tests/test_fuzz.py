@@ -26,6 +26,7 @@ from tests.oracle_rows import rows_of
 
 CPU = torch.device("cpu")
 STEPS = 1000
+SAVED = sorted((Path(__file__).parent / "fuzz_cases").glob("*.json"))
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,13 @@ def test_metadata_of_histories_passes() -> None:
     report = run_fuzz(get_backend("cpu"), CPU, seed=10_000, steps=STEPS, attention=False)
     assert not report.failures, report.failures[0].text
     assert report.outputs == 0
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent / "fuzz_cases").glob("*.json")), ids=lambda path: path.stem
+)
+def test_a_case_that_failed_once_passes(path: Path) -> None:
+    run_case(load_case(path), get_backend("cpu"), CPU)
 
 
 def steps_of(seeds: range) -> Any:

@@ -74,7 +74,7 @@ def test_r4_padding_past_the_last_request() -> None:
 
 
 @pytest.mark.parametrize(("prefix", "expected"), [(200, range(72, 205)), (40, range(45))], ids=["R5", "R6"])
-def test_non_causal_draft_sees_window_and_block(prefix: int, expected: range) -> None:
+def test_r5_r6_a_draft_block_sees_the_window_before_it_and_itself(prefix: int, expected: range) -> None:
     table = [7, 3, 9, 4]
     metadata = build(Batch([5], [prefix + 5], table=[table], causal=False), k=5, dspark=True)
     assert metadata.decode_swa_width == 192

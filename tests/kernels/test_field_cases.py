@@ -118,7 +118,7 @@ def test_r4_a_padded_token_reads_no_table(device: torch.device, page: int, ragge
 
 @pytest.mark.parametrize(("prefix", "first", "length"), [(200, 72, 133), (40, 0, 45)], ids=["r5", "r6"])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_non_causal_draft(device: torch.device, prefix: int, first: int, length: int, ragged: bool) -> None:
+def test_r5_r6_draft_blocks(device: torch.device, prefix: int, first: int, length: int, ragged: bool) -> None:
     table = [7, 3, 9, 4]
     case = Batch([5], [prefix + 5], table=[table], causal=False)
     metadata = build(device, case, ragged=ragged, k=5, dspark=True)
