@@ -95,7 +95,8 @@ class PagedCache:
         Raises:
             CacheError: nothing is bound.
         """
-        return self._bound(self._pages)
+        pages = self._pages
+        return self._bound(pages) if pages is None else pages
 
     def bind_kv_cache(self, tensor: torch.Tensor) -> None:
         """Take the engine's memory; binding again replaces it.

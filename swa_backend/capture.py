@@ -17,13 +17,16 @@ def capture_id(tensor: torch.Tensor) -> int:
     Every capture has a number of its own, also two of the same metadata; only where the driver does not tell them are
     all of them -1.
     """
-    if not tensor.is_cuda or not torch.cuda.is_current_stream_capturing():
+    if not tensor.is_cuda:
+        return 0
+    stream = torch._C._cuda_getCurrentRawStream(tensor.get_device())
+    # The default stream cannot be captured; to ask the driver about another costs microseconds.
+    if not stream or not torch.cuda.is_current_stream_capturing():
         return 0
     asked = _driver()
     if asked is None:
         return _UNKNOWN
     status, number = ctypes.c_int(0), ctypes.c_uint64(0)
-    stream = torch.cuda.current_stream(tensor.device).cuda_stream
     if asked(stream, ctypes.byref(status), ctypes.byref(number)):
         return _UNKNOWN
     return number.value

@@ -8,9 +8,10 @@ import torch
 
 from swa_platform_cuda.flashmla_build import DECODE_WIDTH_MULTIPLE, HEAD_DIM, FlashMLABuild
 from swa_platform_cuda.flashmla_forms import ALIGNED_BYTES, bulk_copies, cache_key, cache_of, padded_sink, write_lse
-from swa_platform_cuda.flashmla_shared import Preparer, Shared, layer_type_of, second_identity
+from swa_platform_cuda.flashmla_shared import Preparer, Shared, second_identity
 
 if TYPE_CHECKING:
+    from swa_backend.layer_types import LayerType
     from swa_backend.provider import AttentionCall
     from swa_platform_cuda.flashmla_plan import TilePlan
     from swa_platform_cuda.flashmla_provider import RowTools
@@ -42,6 +43,7 @@ class PagedAttention:
         rows: torch.Tensor,
         lens: torch.Tensor,
         plan: TilePlan,
+        layer_type: LayerType,
     ) -> None:
         """Write the rows of the tokens.
 
@@ -52,12 +54,13 @@ class PagedAttention:
             rows: [n, 1, w] int32, their window rows.
             lens: [n] int32.
             plan: for their decode.
+            layer_type: what kind of layer the call is for.
 
         Raises:
             CacheError: a cache that the kernel cannot take; nothing was launched.
             ProviderError: the plan is one for another decode.
         """
-        layer_type, second = layer_type_of(call), call.compressed
+        second = call.compressed
         cache = call.pages.launches.get(self._cache_key)
         if cache is None:
             cache = cache_of(call.pages, self._arch)

@@ -138,6 +138,7 @@ class FlashMLAAttention(AttentionProvider):
             metadata.decode_swa_indices,
             metadata.decode_swa_lens,
             plan,
+            layer_type,
         )
 
     def prefill(self, call: AttentionCall) -> None:
@@ -149,18 +150,20 @@ class FlashMLAAttention(AttentionProvider):
         if PREFILL_GATHERS and (call.compressed is None or gathered.group_of(call) is not None):
             gathered.attend(call, self._chunk_size)
             return
+        layer_type = layer_type_of(call)
         self._paged_on(call.q.device).attend(
             call,
             "prefill",
             slice(metadata.num_decode_tokens, metadata.num_tokens),
             metadata.prefill_swa_indices,
             metadata.prefill_swa_lens,
-            self._prefill_plan(call, metadata.prefill_swa_lens),
+            self._prefill_plan(call, layer_type, metadata.prefill_swa_lens),
+            layer_type,
         )
 
-    def _prefill_plan(self, call: AttentionCall, lens: torch.Tensor) -> TilePlan:
+    def _prefill_plan(self, call: AttentionCall, layer_type: LayerType, lens: torch.Tensor) -> TilePlan:
         """The plan of a step's prefill tokens, which share it among layers of a type as decode tokens do theirs."""
-        layer_type, step = layer_type_of(call), (call.metadata.generation, lens.data_ptr())
+        step = call.metadata.generation, lens.data_ptr()
         known = self._prefill_plans.get((call.q.device, layer_type))
         if known is not None and known[0] == step:
             return known[1]
