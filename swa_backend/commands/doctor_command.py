@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -14,22 +15,40 @@ from swa_backend.commands.output import show, write_json
 from swa_backend.commands.targets import backend_for
 from swa_backend.doctor import BackendReport, Report, examine
 
+if TYPE_CHECKING:
+    from swa_backend.integrations.vllm.doctor import VllmReport
 
-def doctor(platform: PlatformOption = None, target: TargetOption = None, json: JsonOption = False) -> None:
+VllmOption = Annotated[bool, typer.Option("--vllm", help="Also import the installed vLLM, and look at its plugin.")]
+
+
+def doctor(
+    platform: PlatformOption = None, target: TargetOption = None, json: JsonOption = False, vllm: VllmOption = False
+) -> None:
     """Show versions, devices, every platform and every attention provider, with the reasons for and against each.
 
-    Exit status 2 if no platform could be chosen, because SWA_BACKEND_PLATFORM names one that cannot be used here.
+    Exit status 2 if no platform could be chosen, because SWA_BACKEND_PLATFORM names one that cannot be used here; with
+    --vllm also if vLLM would not run as SWA_BACKEND_VLLM asks.
     """
     if target is not None and platform is None:
         platform = backend_for(target, None).name
     report = examine(platform, target)
+    engine = _examine_vllm() if vllm else None
     if json:
-        write_json(report.to_dict())
+        write_json(report.to_dict() if engine is None else {**report.to_dict(), "vllm": engine.to_dict()})
     else:
-        show(_summary(report), _platforms(report), *(_providers(backend) for backend in report.backends))
-    if report.error is not None:
-        complain(report.error)
+        tables = [_summary(report), _platforms(report), *(_providers(backend) for backend in report.backends)]
+        show(*tables, *([] if engine is None else [_vllm(engine)]))
+    problems = [one for one in (report.error, engine.problem if engine is not None else None) if one is not None]
+    for problem in problems:
+        complain(problem)
+    if problems:
         raise typer.Exit(EXIT_USAGE)
+
+
+def _examine_vllm() -> VllmReport:
+    from swa_backend.integrations.vllm.doctor import examine_vllm
+
+    return examine_vllm()
 
 
 def _summary(report: Report) -> Table:
@@ -77,4 +96,19 @@ def _providers(backend: BackendReport) -> Table:
             table.add_row(escape(provider.name), escape(model), escape("\n".join(reasons)) or "serves it")
     if not backend.providers:
         table.add_row("none", "", escape(backend.problem or "the platform supplies none"))
+    return table
+
+
+def _vllm(report: VllmReport) -> Table:
+    supported = ", ".join(f"{series}.x" for series in report.supported)
+    table = Table(title=f"vLLM {escape(report.version)} (made for {supported})", title_justify="left")
+    for heading in ("what", "verdict", "replaces"):
+        table.add_column(heading, overflow="fold")
+    table.add_row("plugin", escape("\n".join(report.plugin)) or "vLLM loads it", "")
+    for mode, reasons in report.modes.items():
+        asked = " (asked for)" if mode == (report.requested or "").lower() else ""
+        verdict = escape("\n".join(reasons)) or "can be switched on"
+        forwards = [one.partition(".models.")[2] for one in report.replaces[mode] if one.endswith("forward_mqa")]
+        builders = f"{len(report.replaces[mode]) - len(forwards)} window metadata builders (--json names them)"
+        table.add_row(f"{mode}{asked}", verdict, escape("\n".join((builders, *forwards))))
     return table

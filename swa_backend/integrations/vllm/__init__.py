@@ -11,6 +11,9 @@ builder       metadata builders in the place of vLLM's, derived from vLLM's own 
 metadata      the objects that they return, which vLLM's attention reads
 shared_step   builders that are called for one batch build it together, in one launch
 attention     attention of vLLM's layers through this library's providers (mode ``attention``)
+warmup        compiling while vLLM starts
+readers       which of vLLM's modules reads which field of the metadata, as data
+doctor        what ``swa-backend doctor --vllm`` tells
 ============  ==========================================================================================
 
 vLLM is never imported before `plugin.activate` runs, and its classes are reached through the modules that are handed
