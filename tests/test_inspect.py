@@ -322,6 +322,17 @@ class TestPicture:
         assert main([*arguments, "--plot", str(tmp_path / "a.png")]) == 2
         assert "plot: found a step without tokens" in capsys.readouterr().err
 
+    def test_a_request_without_slots_shifts_nothing(self, colours: Any, tmp_path: Path) -> None:
+        given = {"query_start_loc": [0, 1, 2], "seq_lens": [20, 6000], "slot_mapping": [19, -1]}
+        (tmp_path / "padded.json").write_text(json.dumps({"batch": given}))
+        alone = {"query_start_loc": [0, 1], "seq_lens": [20], "num_actual_tokens": 2}
+        (tmp_path / "alone.json").write_text(json.dumps({"batch": alone}))
+        blue = [
+            colours("--batch", str(tmp_path / name), "--layer", "swaonly")["#0072B2"]
+            for name in ("padded.json", "alone.json")
+        ]
+        assert blue[0] == pytest.approx(blue[1], rel=0.1)
+
     def test_more_tokens_and_keys_than_pixels(self) -> None:
         pytest.importorskip("matplotlib")
         from swa_backend.inspect.picture import _Cells

@@ -123,8 +123,9 @@ def _windows(axes: Any, report: StepReport, tokens: Sequence[TokenView], each: b
     seen = report.seen
     first_keys = {one.request: one.first_key for one in report.requests if one.first_key >= 0}
     bases = [first_keys.get(token.request, max(token.position, 0)) for token in tokens]
-    shared = len({base for base, token in zip(bases, tokens, strict=True) if token.len}) <= 1
-    offset = max(bases) if shared else 0  # what the axis counts from
+    drawn = {base for base, token in zip(bases, tokens, strict=True) if token.len} or {0}
+    shared = len(drawn) == 1
+    offset = min(drawn) if shared else 0  # what the axis counts from
     bases = [offset] * len(bases) if shared else bases
     lasts = [(token.last_key, base) for token, base in zip(tokens, bases, strict=True)]
     width = max((last - base + 1 for last, base in lasts if last is not None), default=1)
