@@ -24,7 +24,14 @@ import pytest
 import torch
 
 from swa_backend.integrations.vllm import plugin
-from swa_backend.integrations.vllm.builder import Builds
+from swa_backend.integrations.vllm.attention import (
+    _LAYER,
+    Layer,
+    VllmAttention,
+    attention_reasons,
+    replace_attention,
+)
+from swa_backend.integrations.vllm.builder import Builds, Replacements
 from swa_backend.integrations.vllm.readers import READ_BY
 from swa_backend.integrations.vllm.shared_step import SharedBatch
 from swa_backend.integrations.vllm.surface import (
@@ -36,7 +43,10 @@ from swa_backend.integrations.vllm.surface import (
     STEP_FUNCTIONS,
     find,
 )
+from swa_backend.registry import get_backend
+from tests.attention_scene import ProviderUnderTest, Scene
 from tests.support import Batch, GoldenCase, golden_cases, load_golden
+from tests.test_vllm_attention import check, complete, picked
 from tests.test_vllm_builder import check_recorded, options_of, same
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")
@@ -364,5 +374,65 @@ def _is_metadata(node: ast.AST) -> bool:
 
 
 def test_the_names_of_the_attention_mode_are_there(vllm: Any) -> None:
+    assert attention_reasons(importlib.import_module) == []
     for module, name in ATTENTION_CLASSES.items():
         assert find(importlib.import_module(module), f"{name}.forward_mqa") is not None
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_vllms_own_layer_attends_through_this_library(
+    ratio: int, vllm: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer and a cache of vLLM's classes, over pages of known content; expected values in float64."""
+    provider = ProviderUnderTest("reference", get_backend("cpu"), "cpu")
+    second = {"second": (ratio, "fp8_ds_mla", 256)} if ratio > 1 else {}
+    scene = Scene(provider, [1, 1, 9], [130, 700, 300], heads=64, **second)
+    owner = VllmAttention(importlib.import_module)
+    flashmla = importlib.import_module("vllm.models.deepseek_v4.nvidia.flashmla")
+    # A subclass, so that vLLM's own class stays as it is.
+    owner.layer_cls = type("Layer", (flashmla.DeepseekV4FlashMLAAttention,), {"__module__": flashmla.__name__})
+    replace_attention(owner, plugin.Activation(plugin.Mode.ATTENTION, "0.33.0"))
+    cache = cache_of(vllm, engine, "layers.0.swa_cache", flashmla.DeepseekSparseSWAFlashMLABackend)
+    cache.bind_kv_cache(scene.cache.kv_cache.unsqueeze(1))
+    layer = owner.layer_cls.__new__(owner.layer_cls)
+    torch.nn.Module.__init__(layer)
+    picks, seen = picked(scene) if ratio == 4 else (None, complete(scene) if ratio == 128 else None)
+    for name, value in {
+        "prefix": "layers.0",
+        "compress_ratio": ratio,
+        "swa_cache_layer": cache,
+        "attn_sink": torch.nn.Parameter(scene.sink, requires_grad=False),
+        "scale": 512**-0.5,
+        "topk_indices_buffer": picks,
+        "kv_cache": scene.second_cache.kv_cache if second else torch.tensor([]),
+    }.items():
+        setattr(layer, name, value)
+    object.__setattr__(layer, _LAYER, Layer(layer, engine, owner))
+    builder_cls = Replacements(vllm, owner).builder(flashmla.DeepseekSparseSWAFlashMLAMetadataBuilder)
+    builder = builder_cls(cache.get_kv_cache_spec(engine), [cache.prefix], engine, CPU)
+    metadata = builder.build(0, common(scene.spec.metadata()))
+    assert builder.swa_config.num_heads == 64
+    assert builder.swa_config.model.compress_ratios[:4] == (0, 0, 4, 128)
+    context = {cache.prefix: metadata}
+    if second:
+        sparse = importlib.import_module("vllm.models.deepseek_v4.sparse_mla")
+        context["layers.0"] = sparse.DeepseekV4FlashMLAMetadata(
+            num_reqs=3,
+            max_query_len=9,
+            max_seq_len=700,
+            num_actual_tokens=11,
+            query_start_loc=metadata.query_start_loc,
+            slot_mapping=torch.full((11,), -1),
+            block_table=scene.second_table,
+            req_id_per_token=metadata.token_to_req_indices,
+            block_size=256,
+            topk_tokens=64,
+            c128a_global_decode_topk_indices=torch.zeros(2, 1, 128) if ratio == 128 else None,
+        )
+    forward_context = importlib.import_module("vllm.forward_context")
+    monkeypatch.setattr(forward_context, "_forward_context", SimpleNamespace(attn_metadata=context))
+    output = torch.full_like(scene.q, torch.nan)
+    positions = torch.tensor([scene.token(t)[1] for t in range(11)])
+    with torch.inference_mode():
+        layer.forward_mqa(scene.q, None, positions, output)
+    check(output, scene.expected(seen))
