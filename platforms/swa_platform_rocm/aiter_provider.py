@@ -173,15 +173,18 @@ class AiterAttention(AttentionProvider):
                 sink,
                 call.out[begin:end],
                 extra,
-                self._plan(call.q.device).split((end - begin) * cdiv(heads, _HEAD_TILE), entries).splits,
+                self._splits(kernel, call.q.device, (end - begin) * cdiv(heads, _HEAD_TILE), entries),
             )
 
-    def _plan(self, device: torch.device) -> SplitPlan:
+    def _splits(self, kernel: AiterKernel, device: torch.device, programs: int, entries: tuple[int, int]) -> int:
+        """How many programs share a row; one where their partial results would be rounded."""
+        if not kernel.exact_partials:
+            return 1
         plan = self._plans.get(device)
         if plan is None:
             units = compute_units(device, self._target)
             plan = self._plans[device] = SplitPlan(units, _KEY_TILE, programs_per_unit=2, most=_MOST_SPLITS)
-        return plan
+        return plan.split(programs, entries).splits
 
 
 def _call(
