@@ -281,7 +281,6 @@ class TestPipes:
         [
             ["replay", "--max-requests", "1", "--max-model-len", "600", "--attention", "none", "--skip-bad-rows"],
             ["fuzz", "--steps", "1", "--no-attention"],
-            ["doctor"],
         ],
     )
     def test_a_reader_of_json_that_goes_away(self, arguments: list[str]) -> None:

@@ -37,7 +37,9 @@ class Knobs:
         pages: pages of every cache.
         drafts, parallel, dspark: speculative decoding, as in `SpeculativeConfig`; 0 drafts nothing.
         image_tokens: longest image that is seen in both directions; 0 leaves images causal.
-        ratios: compressed caches, of 4 and 128.
+        newer: model version V4.1, which has ratios of 1 and 2 too and whose images stay causal.
+        layout: of the window caches; compressed ones have the version's.
+        ratios: compressed caches.
         compressed_page_tokens: tokens that a page of a compressed cache stands for.
         second_page_tokens: page size of a further sliding-window group; 0 without one.
         max_tokens, max_seqs, max_len: the scheduler's limits.
@@ -59,6 +61,8 @@ class Knobs:
     parallel: bool = False
     dspark: bool = False
     image_tokens: int = 0
+    newer: bool = False
+    layout: str = "fp8_ds_mla"
     ratios: tuple[int, ...] = ()
     compressed_page_tokens: int = 256
     second_page_tokens: int = 0
@@ -86,7 +90,7 @@ class Knobs:
             speculative = SpeculativeConfig(self.drafts, parallel_drafting=self.parallel, dspark=self.dspark)
         model = ModelConfig(
             name="fuzz",
-            version=ModelVersion.V4,
+            version=ModelVersion.V4_1 if self.newer else ModelVersion.V4,
             num_hidden_layers=1 + len(self.ratios),
             num_heads=self.heads,
             head_dim=512,
@@ -103,6 +107,7 @@ class Knobs:
             SchedulerConfig(self.max_len, self.max_seqs, self.max_tokens),
             speculative=speculative,
             page_tokens=self.page_tokens,
+            cache_layout=self.layout,
             validate=self.validate,
         )
 
@@ -212,7 +217,10 @@ def _random_knobs(dice: random.Random, profile: Profile) -> Knobs:
     page_tokens = dice.choice((64, 64, 256) if chip else (32, 64, 96, 128))
     drafts = dice.choice((0, 1, 2, 3, 5, 7))
     style = dice.random() if drafts else 0.0
+    newer = not chip and dice.random() < 0.25
     ratios: tuple[int, ...] = dice.choice(((), (4,), (128,), (4, 128)))
+    if newer:
+        ratios = dice.choice(((1,), (2,), (1, 4), (2, 128)))
     max_seqs = dice.choice((1, 3, 8, 16))
     threshold = 1 + 2 * drafts
     holes = dice.choice((0, 0, 150))
@@ -226,7 +234,9 @@ def _random_knobs(dice: random.Random, profile: Profile) -> Knobs:
         drafts=drafts,
         parallel=style > 0.75,
         dspark=0.4 < style <= 0.75,
-        image_tokens=dice.choice((0, 0, 24)) if chip else dice.choice((0, 0, 24, 150)),  # few compile keys on a chip
+        image_tokens=0 if newer else dice.choice((0, 0, 24) if chip else (0, 0, 24, 150)),  # a chip: few compile keys
+        newer=newer,
+        layout="fp8_ds_mla" if chip else dice.choice(("fp8_ds_mla", "fp8_ds_mla", "fp8_ds_mla_v41", "bf16")),
         ratios=ratios,
         compressed_page_tokens=dice.choice((128, 256)),
         second_page_tokens=dice.choice((0, 0, 32, 64)),

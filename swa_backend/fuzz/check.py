@@ -86,16 +86,16 @@ def _check_numbers(metadata: DeepseekSparseSWAMetadata, step: Step, right: Right
                 raise MismatchError(f"{field} is None although a prefill has an image")
             _equal(field, found[part], visible[part])
     for ratio in (0, *knobs.ratios):
-        plan = [tuple(chunk) for chunk in metadata.get_prefill_chunk_plan(ratio, CHUNK_REQUESTS)]
+        plan = [tuple(chunk) for chunk in metadata.get_prefill_chunk_plan(ratio, CHUNK_REQUESTS, ratio > 0)]
         _same(f"prefill chunks of ratio {ratio}", plan, _chunks(step, right, knobs, ratio))
 
 
 def _chunks(step: Step, right: Right, knobs: Knobs, ratio: int) -> list[tuple[int, int, int, int]]:
     """The chunk plan, grown request by request from the rule's words."""
-    budget = CHUNK_REQUESTS * ((cdiv(knobs.max_len, ratio) if ratio > 1 else 0) + knobs.window + knobs.max_tokens)
+    budget = CHUNK_REQUESTS * ((cdiv(knobs.max_len, ratio) if ratio else 0) + knobs.window + knobs.max_tokens)
     chunks: list[tuple[int, int, int, int]] = []
     queries = step.queries[right.decodes :].tolist()
-    entries = [int(seq) // ratio if ratio > 1 else 0 for seq in step.seqs[right.decodes :]]
+    entries = [int(seq) // ratio if ratio else 0 for seq in step.seqs[right.decodes :]]
     first = 0
     while first < len(queries):
         if not queries[first]:

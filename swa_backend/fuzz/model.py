@@ -12,7 +12,7 @@ from swa_backend.attention import AttentionResult, attend
 from swa_backend.backend import Backend
 from swa_backend.builder import DeepseekSparseSWAMetadataBuilder
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache, PagedCache
-from swa_backend.cache_layout import HEAD_DIM
+from swa_backend.cache_layout import HEAD_DIM, get_layout
 from swa_backend.fuzz.case import Case
 from swa_backend.fuzz.check import MismatchError
 from swa_backend.fuzz.pages import MAIN, SECOND, group_of
@@ -21,6 +21,8 @@ from swa_backend.fuzz.step import Kind, Step
 from swa_backend.groups import CompressedGroup, SwaGroup
 from swa_backend.layer_types import LayerType
 from swa_backend.metadata import DeepseekSparseSWAMetadata
+from swa_backend.pages import element_dtype
+from swa_backend.platform import CacheRole
 from swa_backend.replay.content import Content, DataMode
 from swa_backend.replay.hashing import mix, salt
 from swa_backend.replay.oracle import Oracle
@@ -42,9 +44,17 @@ class Model:
         self.case, self.knobs, self.device = case, knobs, device
         self.config = knobs.config()
         self.types = (LayerType.SWAONLY, *(LayerType(group_of(ratio)) for ratio in knobs.ratios))
+        layout = get_layout(knobs.layout, backend.cache_dialect(CacheRole.SWA))
         self.windows = {
             kind: DeepseekV4SWACache(
-                HEAD_DIM, knobs.window, torch.uint8, f"{kind}.window", None, backend, knobs.page_tokens
+                HEAD_DIM,
+                knobs.window,
+                element_dtype(layout),
+                f"{kind}.window",
+                None,
+                backend,
+                knobs.page_tokens,
+                layout,
             )
             for kind in self.types
         }

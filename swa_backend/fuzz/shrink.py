@@ -12,7 +12,7 @@ from swa_backend.fuzz.runner import CaseFailedError
 Run = Callable[[Case], object]
 
 # Smaller values of each setting that keep a case well-formed; tried from the left.
-_SMALLER: dict[str, tuple[int | bool, ...]] = {
+_SMALLER: dict[str, tuple[int | str, ...]] = {
     "preempt": (0,),
     "drain": (0,),
     "holes": (0,),
@@ -22,6 +22,7 @@ _SMALLER: dict[str, tuple[int | bool, ...]] = {
     "validate": (False,),
     "image_tokens": (0,),
     "second_page_tokens": (0,),
+    "layout": ("fp8_ds_mla",),
     "dspark": (False,),
     "parallel": (False,),
     "drafts": (0, 1, 2),
@@ -85,13 +86,13 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 def _plainer(knobs: Knobs) -> Iterator[Knobs]:
     if knobs.ratios:
-        yield replace(knobs, ratios=())
+        yield replace(knobs, ratios=(), newer=False)
     if len(knobs.ratios) > 1:
         yield from (replace(knobs, ratios=(ratio,)) for ratio in knobs.ratios)
     for field in fields(Knobs):
         now = getattr(knobs, field.name)
         for value in _SMALLER.get(field.name, ()):
-            if value != now and (value < now or field.name == "acceptance"):
+            if value != now and (field.name in ("acceptance", "layout") or value < now):
                 changes = {field.name: value}
                 if field.name == "drafts" and not value:
                     changes |= {"dspark": False, "parallel": False}
