@@ -15,6 +15,8 @@ import torch
 
 from swa_backend.errors import ConfigError, ProviderError
 from swa_backend.integrations.vllm import attention as module
+from swa_backend.integrations.vllm import engine as engine_module
+from swa_backend.integrations.vllm import layer as layer_module
 from swa_backend.integrations.vllm import plugin
 from swa_backend.integrations.vllm.metadata import MADE_BY, OURS
 from swa_backend.integrations.vllm.plugin import Mode, activate, examine
@@ -33,11 +35,11 @@ SWA, LAYER = "layers.0.swa_cache", "layers.0"
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test is a process that has replaced and told nothing yet."""
     monkeypatch.setattr(plugin, "_done", None)
-    monkeypatch.setattr(module, "_told", set())
+    monkeypatch.setattr(engine_module, "_told", set())
     monkeypatch.setenv("SWA_BACKEND_PLATFORM", "cpu")
-    module._rows_buffer.cache_clear()
+    layer_module._rows_buffer.cache_clear()
     yield
-    module._rows_buffer.cache_clear()
+    layer_module._rows_buffer.cache_clear()
 
 
 def engine(**options: Any) -> SimpleNamespace:
@@ -187,12 +189,12 @@ def test_layers_with_complete_entries(fake: Fake) -> None:
     assert max((position + 1) // 128 for _, position in map(scene.token, range(scene.tokens))) == 5
     check(step.run(), scene.expected(seen))
     group = fake.context[LAYER]
-    mapped = vars(group)[module._STEP]
+    mapped = vars(group)[layer_module._STEP]
     check(step.run(), scene.expected(seen))
-    assert vars(group)[module._STEP] is mapped  # once a step
+    assert vars(group)[layer_module._STEP] is mapped  # once a step
     step.build()
     check(step.run(), scene.expected(seen))
-    assert vars(fake.context[LAYER])[module._STEP] is not mapped
+    assert vars(fake.context[LAYER])[layer_module._STEP] is not mapped
 
 
 def test_decodes_alone_after_an_update(fake: Fake) -> None:

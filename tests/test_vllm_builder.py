@@ -234,6 +234,21 @@ def test_a_threshold_or_width_of_another_vllm_is_refused(fake: Fake, monkeypatch
         make(fake, k=3)
 
 
+def test_a_builder_without_the_settings_that_are_taken_over_is_refused(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = fake.sparse_swa.DeepseekSparseSWAMetadataBuilder
+    original = base.__init__
+
+    def initialise(self: Any, *args: Any) -> None:
+        original(self, *args)
+        del self.window_size
+
+    monkeypatch.setattr(base, "__init__", initialise)
+    with pytest.raises(ConfigError, match="no attribute window_size"):
+        make(fake)
+
+
 class Counted:
     """Counts the builds that the library is asked for, by their groups."""
 

@@ -124,7 +124,14 @@ def _other_build(sparse_swa: Any) -> None:
     [
         (_without("DeepseekV4SWACache"), ["has no DeepseekV4SWACache.get_attn_backend"]),
         (_without("get_mla_metadata"), ["has no get_mla_metadata"]),
-        (_other_fields, ["has no decode_swa_lens", "has decode_block_lens, which nothing here fills"]),
+        (
+            _other_fields,
+            [
+                "has no decode_swa_lens",
+                "has decode_block_lens, which nothing here fills",
+                "deepseek_v4.nvidia.flashmla reads decode_swa_lens, which the metadata has not",
+            ],
+        ),
         (_other_build, ["build takes self, common_attn_metadata, not self, common_prefix_len"]),
     ],
     ids=["no cache", "no plans", "other fields", "other build"],

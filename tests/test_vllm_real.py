@@ -26,12 +26,12 @@ import torch
 from swa_backend.integrations.vllm import plugin
 from swa_backend.integrations.vllm.attention import (
     _LAYER,
-    Layer,
     VllmAttention,
     attention_reasons,
     replace_attention,
 )
 from swa_backend.integrations.vllm.builder import Builds, Replacements
+from swa_backend.integrations.vllm.layer import Layer
 from swa_backend.integrations.vllm.readers import READ_BY
 from swa_backend.integrations.vllm.shared_step import SharedBatch
 from swa_backend.integrations.vllm.surface import (

@@ -10,7 +10,8 @@ engine        a platform whose attention is the engine's own (mode ``metadata``)
 builder       metadata builders in the place of vLLM's, derived from vLLM's own classes
 metadata      the objects that they return, which vLLM's attention reads
 shared_step   builders that are called for one batch build it together, in one launch
-attention     attention of vLLM's layers through this library's providers (mode ``attention``)
+attention     which of vLLM's layers attend through this library, and how (mode ``attention``)
+layer         one of those layers over a step
 warmup        compiling while vLLM starts
 readers       which of vLLM's modules reads which field of the metadata, as data
 doctor        what ``swa-backend doctor --vllm`` tells

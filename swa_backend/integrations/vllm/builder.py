@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,8 +20,7 @@ from swa_backend.capture import capture_id
 from swa_backend.config import BackendConfig
 from swa_backend.errors import BatchError, ConfigError
 from swa_backend.groups import SwaGroup
-from swa_backend.integrations.vllm.attention import VllmAttention, keep_vllms
-from swa_backend.integrations.vllm.engine import builder_class, first, with_engine_attention
+from swa_backend.integrations.vllm.engine import builder_class, first, keep_vllms, with_engine_attention
 from swa_backend.integrations.vllm.metadata import MADE_BY, fill, metadata_classes
 from swa_backend.integrations.vllm.settings import cache_spec, check_width, window_config
 from swa_backend.integrations.vllm.shared_step import SharedBatch, note, wrap_loops
@@ -30,6 +29,9 @@ from swa_backend.integrations.vllm.warmup import warm_attention, warm_builds
 from swa_backend.metadata import DeepseekSparseSWAMetadata
 from swa_backend.platform import CacheRole
 from swa_backend.registry import get_backend
+
+if TYPE_CHECKING:
+    from swa_backend.integrations.vllm.attention import VllmAttention
 
 _OFF = "Unset SWA_BACKEND_VLLM for this model."
 

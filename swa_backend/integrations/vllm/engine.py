@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -13,6 +14,8 @@ from swa_backend.backend import Backend
 from swa_backend.builder import DeepseekSparseSWAMetadataBuilder
 from swa_backend.errors import ProviderError
 from swa_backend.provider import AttentionCall, AttentionProvider, AttentionShape
+
+logger = logging.getLogger("vllm.swa_backend")  # below vLLM's own, whose handlers show it
 
 
 class EngineAttention(AttentionProvider):
@@ -46,6 +49,16 @@ def _refuse() -> NoReturn:
 def with_engine_attention(backend: Backend) -> Backend:
     """The backend's platform, operations included, with the engine's attention as its only provider."""
     return Backend(replace(backend.platform, load_providers=lambda target: (EngineAttention(),)), backend.target)
+
+
+_told: set[tuple[str, tuple[str, ...]]] = set()
+
+
+def keep_vllms(what: str, reasons: tuple[str, ...]) -> None:
+    """Tell, once for the same reasons, that something keeps vLLM's attention."""
+    if (what, reasons) not in _told:
+        _told.add((what, reasons))
+        logger.warning("%s keep vLLM's attention: %s", what, "; ".join(reasons))
 
 
 def first(tensor: Any, count: int) -> Any:

@@ -17,6 +17,7 @@ from swa_backend.cache_layout import HEAD_DIM, LAYOUT_NAMES, Dialect, PageLayout
 from swa_backend.cache_spec import KVCacheSpec
 from swa_backend.config import ROPE_DIM, BackendConfig, SchedulerConfig, SpeculativeConfig
 from swa_backend.errors import ConfigError
+from swa_backend.integrations.vllm.surface import BUILDER_ATTRIBUTES
 from swa_backend.layer_types import ModelVersion
 from swa_backend.model_config import ImageMode, ModelConfig
 from swa_backend.platform import CacheRole
@@ -30,8 +31,15 @@ def window_config(builder: Any) -> BackendConfig:
     Everything else of the model (layers, heads, compressed caches) is made up: the attention is vLLM's.
 
     Raises:
-        ConfigError: a setting that this library cannot represent.
+        ConfigError: a setting that this library cannot represent, or one that vLLM's constructor did not leave.
     """
+    if missing := sorted(name for name in BUILDER_ATTRIBUTES if not hasattr(builder, name)):
+        raise ConfigError(
+            type(builder).__name__,
+            found=f"no attribute {', '.join(missing)}",
+            legal=", ".join(sorted(BUILDER_ATTRIBUTES)),
+            fix="Unset SWA_BACKEND_VLLM: this vLLM keeps its settings in another way.",
+        )
     model = ModelConfig(
         name="vLLM",
         version=ModelVersion.V4,

@@ -13,6 +13,8 @@ from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
+from swa_backend.integrations.vllm.readers import READ_BY
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -127,6 +129,9 @@ def _differing(sparse_swa: ModuleType) -> Iterator[str]:
             yield f"DeepseekSparseSWAMetadata has no {', '.join(sorted(gone))}"
         if new := found - METADATA_FIELDS:
             yield f"DeepseekSparseSWAMetadata has {', '.join(sorted(new))}, which nothing here fills"
+        for module, names in READ_BY.items():
+            if unknown := {name for name in names.split() if not hasattr(metadata, name)} - found - RAGGED_FIELDS:
+                yield f"{module} reads {', '.join(sorted(unknown))}, which the metadata has not"
     build = find(sparse_swa, "DeepseekSparseSWAMetadataBuilder.build")
     if build is not None and (taken := tuple(inspect.signature(build).parameters)) != BUILD_PARAMETERS:
         yield f"the builder's build takes {', '.join(taken)}, not {', '.join(BUILD_PARAMETERS)}"
