@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from swa_backend.cache_layout import Dialect
+from swa_backend.platform import CacheRole
 from swa_platform_rocm.aiter_room import Room
-from swa_platform_rocm.aiter_rows import ragged_rows
+from swa_platform_rocm.aiter_rows import aiter_ragged_rows, ragged_rows
 from swa_platform_rocm.aiter_rows_reference import ragged_rows as plain_ragged_rows
+from tests.support import make_config
 
 SLOTS = 500
 WILD = [-1, SLOTS, SLOTS + 7, 2**31 - 1, -(2**31)]
@@ -64,3 +67,11 @@ def test_rows_of_any_width(device: torch.device, run: object, tokens: int, width
         spread[:, :width] = rows
         run(spread.to(device)[:, :width], lens.to(device), valid.to(device), SLOTS, room)  # type: ignore[operator]
         assert packed(room, tokens) == expected(rows, lens, valid)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "window", "keys"), [((0, 4), Dialect.OCP, 1), ((0, 4), Dialect.FNUZ, 0), ((0, 0), Dialect.OCP, 0)]
+)
+def test_it_is_warmed_up_where_aiter_can_be_chosen(ratios: tuple[int, ...], window: Dialect, keys: int) -> None:
+    dialects = {CacheRole.SWA: window, CacheRole.COMPRESSED: Dialect.OCP}
+    assert len(list(aiter_ragged_rows.keys(make_config(compress_ratios=ratios), dialects))) == keys
