@@ -201,12 +201,13 @@ class Preparer:
             return None, lens
         name, positions = f"{kind} most entries", mark.positions[tokens]
         most = self._workspace.take(name, positions.shape[0])
+        width = ceil_to(rows.shape[1], DECODE_WIDTH_MULTIPLE)  # as the plan's shape has it
         contents = (
-            call.metadata.generation, call.capture, mark.ratio, rows.shape, valid.data_ptr(), positions.data_ptr(),
-            version_of(positions),
+            call.metadata.generation, call.capture, mark.ratio, width, positions.shape[0], valid.data_ptr(),
+            positions.data_ptr(), version_of(positions),
         )  # fmt: skip
         if not self._workspace.holds(name, contents, positions):
-            self._tools.entry_bounds(positions, valid, mark.ratio, rows.shape[1], most)
+            self._tools.entry_bounds(positions, valid, mark.ratio, width, most)
         return None, most
 
     def tidy(

@@ -87,6 +87,11 @@ class Workspace:
                 self.take(f"prefill {name} lens", tokens)
         if picked:
             self.take("local entries", tokens, picked)
+            self.take("decode most entries", decodes)
+            self.take("prefill most entries", tokens)
+        for layer in layers:
+            if layer.compressed:
+                self.take(f"entry lens of ratio {layer.ratio}", config.scheduler.max_num_seqs)
         self.take("prefill window rows", tokens, ceil_to(config.prefill_width, PREFILL_WIDTH_MULTIPLE))
         self.take("prefill window lens", tokens)
         self.take("tidied prefill rows", tokens, config.prefill_width)
@@ -94,5 +99,6 @@ class Workspace:
         self.take("kv", workspace_bytes(config) // (2 * HEAD_DIM), 1, HEAD_DIM, dtype=torch.bfloat16)
         for name, rows, padded in (("decode", decodes, heads), ("prefill", PADDED_TOKENS, prefill_heads)):
             if padded != config.num_heads:
+                self.take(f"sinks of {padded}", padded, dtype=torch.float32)
                 self.take(f"{name} q", rows, padded, HEAD_DIM, dtype=torch.bfloat16)
                 self.take(f"{name} out", rows, padded, HEAD_DIM, dtype=torch.bfloat16)
