@@ -516,6 +516,12 @@ def test_the_first_build_inside_a_capture_is_refused(fake: Fake, monkeypatch: py
         together(build_attn_metadata)(builders, batches)
 
 
+def test_a_forced_provider_does_not_concern_vllms_attention(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWA_BACKEND_ATTENTION", "triton")
+    (builder,) = make(fake)
+    assert builder.build(0, batch_of(Batch([1], [9]).metadata())).num_decodes == 1
+
+
 def test_attention_over_these_metadata_is_vllms_own(fake: Fake) -> None:
     from swa_backend.attention import attend
     from swa_backend.cache import DeepseekV4SWACache

@@ -287,6 +287,10 @@ def test_vllms_own_loop_builds_eight_groups_in_one_launch(
     ours = Batch([1, 1, 40], [130, 20, 300]).metadata()
     tables = [ours.block_table_tensor + 10 * number for number in range(8)]
     slots = torch.stack([ours.slot_mapping + 640 * number for number in range(8)])
+    for name, path in STEP_FUNCTIONS.items():
+        assert hasattr(find(sys.modules[name], path), "__wrapped__"), name
+    state = importlib.import_module("vllm.v1.worker.gpu.model_states.default")
+    assert state.build_attn_metadata is utils.build_attn_metadata  # imported by name, and replaced there, too
     counted: list[int] = []
     original = Builds.launch
 

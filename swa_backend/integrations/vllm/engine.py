@@ -14,6 +14,7 @@ from swa_backend.backend import Backend
 from swa_backend.builder import DeepseekSparseSWAMetadataBuilder
 from swa_backend.errors import ProviderError
 from swa_backend.provider import AttentionCall, AttentionProvider, AttentionShape
+from swa_backend.provider_choice import forced_provider
 
 logger = logging.getLogger("vllm.swa_backend")  # below vLLM's own, whose handlers show it
 
@@ -21,7 +22,10 @@ logger = logging.getLogger("vllm.swa_backend")  # below vLLM's own, whose handle
 class EngineAttention(AttentionProvider):
     """Takes every shape and computes nothing."""
 
-    name = "vllm"
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """``vllm``, or the provider that is forced: that choice is about attention which this is not."""
+        return forced_provider() or "vllm"
 
     def supports(self, shape: AttentionShape) -> Sequence[str]:
         """No reason against any shape: vLLM has chosen its own attention."""
