@@ -114,10 +114,14 @@ def _attend(
             call = AttentionCall(q[:tokens], out[:tokens], own, metadata, pages, attn_sink, factor, rows, capture)
         if metadata.validate:
             validate_call(call)
-        if metadata.num_decode_tokens:
-            metadata.provider.decode(call)
-        if metadata.num_prefill_tokens:
-            metadata.provider.prefill(call)
+        try:
+            if metadata.num_decode_tokens:
+                metadata.provider.decode(call)
+            if metadata.num_prefill_tokens:
+                metadata.provider.prefill(call)
+        except BaseException:
+            metadata.provider.forget()
+            raise
     if tokens < given:
         out[tokens:].zero_()
         if lse is not None:

@@ -82,6 +82,10 @@ class AttentionProvider(Protocol):
         """
         return None  # not abstract: most kernels keep nothing
 
+    def forget(self) -> None:
+        """A call has raised: rely on nothing that it may have left half-done in memory kept from call to call."""
+        return None  # not abstract: most kernels keep nothing
+
     def decode(self, call: AttentionCall) -> None:
         """Write the rows of the decode tokens, padded ones included."""
 

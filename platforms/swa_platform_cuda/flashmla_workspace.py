@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 PADDED_TOKENS = 1024
 """Prefill tokens whose heads are padded at a time."""
 
+DIRECT_TOKENS = 64
+"""Prefill tokens of a step up to which layers with a second cache read pages directly: see `flashmla_provider`."""
+
 MOST_VIEWS = 4096  # kept at a time: making one costs a layer's call two tensor operations
 
 
@@ -70,6 +73,12 @@ class Workspace:
         self.changes += 1
         return False
 
+    def forget(self) -> None:
+        """No buffer holds what it was said to: a launch that was to fill one has failed."""
+        self._contents.clear()
+        self._kept.clear()
+        self.changes += 1
+
     def reserve(self, config: BackendConfig, heads: int, prefill_heads: int) -> None:
         """Allocate what the steps of a configuration take; a row wider than the indexer's picks grows it later."""
         tokens = config.scheduler.max_num_batched_tokens
@@ -77,27 +86,36 @@ class Workspace:
         layers = config.model.present_layer_types
         picked = config.model.index_topk if any(layer.indexed for layer in layers) else 0
         full = cdiv(config.scheduler.max_model_len, LayerType.C128A.ratio) if LayerType.C128A in layers else 0
-        self.take("decode window rows", decodes, ceil_to(config.max_decode_width, DECODE_WIDTH_MULTIPLE))
-        self.take("decode window lens", decodes)
-        for name, width in (("picked", picked), ("complete", full)):
-            if width:
-                self.take(f"decode {name} rows", decodes, ceil_to(width, DECODE_WIDTH_MULTIPLE))
-                self.take(f"decode {name} lens", decodes)
+        direct = min(tokens, DIRECT_TOKENS)
+        for kind, most, window in (
+            ("decode", decodes, config.max_decode_width),
+            ("direct", direct, config.prefill_width),
+        ):
+            self.take(f"{kind} window rows", most, ceil_to(window, DECODE_WIDTH_MULTIPLE))
+            self.take(f"{kind} window lens", most)
+            for name, width in (("picked", picked), ("complete", full)):
+                if width:
+                    self.take(f"{kind} {name} rows", most, ceil_to(width, DECODE_WIDTH_MULTIPLE))
+                    self.take(f"{kind} {name} lens", most)
+            if picked:
+                self.take(f"{kind} most entries", most)
+        for name, width in (("window", 0), ("picked", picked), ("complete", full)):
+            if width or name == "window":
                 self.take(f"prefill {name} rows", tokens, ceil_to(config.prefill_width + width, PREFILL_WIDTH_MULTIPLE))
                 self.take(f"prefill {name} lens", tokens)
         if picked:
             self.take("local entries", tokens, picked)
-            self.take("decode most entries", decodes)
-            self.take("prefill most entries", tokens)
         for layer in layers:
             if layer.compressed:
                 self.take(f"entry lens of ratio {layer.ratio}", config.scheduler.max_num_seqs)
-        self.take("prefill window rows", tokens, ceil_to(config.prefill_width, PREFILL_WIDTH_MULTIPLE))
-        self.take("prefill window lens", tokens)
         self.take("tidied prefill rows", tokens, config.prefill_width)
         self.take("tidied prefill lens", tokens)
         self.take("kv", workspace_bytes(config) // (2 * HEAD_DIM), 1, HEAD_DIM, dtype=torch.bfloat16)
-        for name, rows, padded in (("decode", decodes, heads), ("prefill", PADDED_TOKENS, prefill_heads)):
+        for name, rows, padded in (
+            ("decode", decodes, heads),
+            ("direct", direct, heads),
+            ("prefill", PADDED_TOKENS, prefill_heads),
+        ):
             if padded != config.num_heads:
                 self.take(f"sinks of {padded}", padded, dtype=torch.float32)
                 self.take(f"{name} q", rows, padded, HEAD_DIM, dtype=torch.bfloat16)
