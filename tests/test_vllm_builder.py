@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +396,26 @@ def test_views_of_the_same_memory_are_the_same_batch(fake: Fake, monkeypatch: py
     batches[1] = dataclasses.replace(batches[1], seq_lens=batches[1].seq_lens.clone())
     together(build_attn_metadata)(builders, batches)
     assert counted.groups == [2, 1, 1]
+
+
+def test_a_step_leaves_no_circle_of_references(fake: Fake) -> None:
+    """Else its tensors would stay until Python's collector runs, which costs more than the build."""
+    builders = make(fake, count=2)
+    loop = together(build_attn_metadata)
+    loop(builders, group_batches(2))
+    gc.collect()
+    gc.disable()
+    try:
+        for read in (False, True):
+            batches = group_batches(2)
+            slots = weakref.ref(batches[1].slot_mapping)
+            made = loop(builders, batches)
+            if read:
+                assert made[1].num_decodes == 1
+            del made, batches
+            assert slots() is None
+    finally:
+        gc.enable()
 
 
 def test_a_loop_that_fails_leaves_nothing_open(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from swa_backend.config import BackendConfig
 from swa_backend.errors import BatchError, ConfigError
 from swa_backend.groups import SwaGroup
 from swa_backend.integrations.vllm.engine import builder_class, first, keep_vllms, with_engine_attention
-from swa_backend.integrations.vllm.metadata import MADE_BY, fill, metadata_classes
+from swa_backend.integrations.vllm.metadata import MADE_BY, OURS, metadata_classes
 from swa_backend.integrations.vllm.settings import cache_spec, check_width, window_config
 from swa_backend.integrations.vllm.shared_step import SharedBatch, note, wrap_loops
 from swa_backend.integrations.vllm.surface import BUILDERS
@@ -65,27 +65,21 @@ class Builds:
         self._names = names
         self._max_model_len = first.max_model_len
 
-    def launch(self, batch: SharedBatch) -> Callable[[], None]:
-        """Build all groups in one launch; the function that is returned fills the objects handed out for them."""
-        common, names = batch.common, self._names
-        taken = _batch(common, batch.replay_start, self._max_model_len)
+    def launch(self, batch: SharedBatch) -> Callable[[], tuple[DeepseekSparseSWAMetadata, ...]]:
+        """Build all groups in one launch; the function that is returned puts the metadata of each together."""
+        commons, names = batch.commons, self._names
+        taken = _batch(commons[0], batch.replay_start, self._max_model_len)
         groups = None
         if names:
             groups = {
-                name: (one.block_table_tensor, one.slot_mapping)
-                for name, (_, one, _) in zip(names, batch.groups[1:], strict=True)
+                name: (one.block_table_tensor, one.slot_mapping) for name, one in zip(names, commons[1:], strict=True)
             }
-        return partial(self._fill, batch, self.builder.build(0, taken, groups=groups))
+        return partial(_of_each_group, self.builder.build(0, taken, groups=groups))
 
-    def _fill(self, batch: SharedBatch, assemble: Any) -> None:
-        main: DeepseekSparseSWAMetadata = assemble()
-        ours = (main, *main.groups.values()) if self._names else (main,)
-        for (builder, common, made), own in zip(batch.groups, ours, strict=True):
-            others: dict[str, Any] = builder.fresh_fields(own.num_decode_tokens)
-            others[MADE_BY] = self, main
-            others["slot_mapping"] = common.slot_mapping  # of buffers that are longer, all of them
-            others["block_table"] = common.block_table_tensor
-            fill(made, builder.classes, own, others)
+
+def _of_each_group(assemble: Any) -> tuple[DeepseekSparseSWAMetadata, ...]:
+    main: DeepseekSparseSWAMetadata = assemble()
+    return (main, *main.groups.values())
 
 
 def _batch(common: Any, replay_start: torch.Tensor | None, max_model_len: int) -> CommonAttentionMetadata:
@@ -130,8 +124,8 @@ def _replacing(base: Any, sparse_swa: ModuleType, attention: VllmAttention | Non
             self.swa_backend = with_engine_attention(get_backend())
             if attention is not None:
                 self._take_attention(attention)
-            self.classes = metadata_classes(self.metadata_class)
-            self._builds: dict[tuple[int, ...], Builds] = {}  # by the builders that are built together, this one first
+            self.pending_cls = metadata_classes(self.metadata_class).pending
+            self._builds: dict[tuple[Any, ...], Builds] = {}  # by the builders that are built together, this one first
             self._plan_fields: tuple[str, ...] | None = None
             self.group_kind = _kind(self.swa_config, self.ragged, device)
             warm_builds(self.swa_backend, self.swa_config, device, ragged=self.ragged)
@@ -157,15 +151,27 @@ def _replacing(base: Any, sparse_swa: ModuleType, attention: VllmAttention | Non
             """The metadata of a step, as vLLM's own class returns it."""
             return note(self, common_attn_metadata, replay_start)
 
-        def launch_together(self, batch: SharedBatch) -> Callable[[], None]:
-            """Launch the build of a batch whose first builder this is; what is returned fills its objects."""
-            key = tuple(map(id, batch.builders))
+        def launch_together(self, batch: SharedBatch) -> Callable[[], tuple[DeepseekSparseSWAMetadata, ...]]:
+            """Launch the build of a batch whose first builder this is."""
+            return self._builds_of(batch).launch(batch)
+
+        def _builds_of(self, batch: SharedBatch) -> Builds:
+            key = tuple(batch.builders)
             found = self._builds.get(key)
             if found is None:
-                found = self._builds[key] = Builds(tuple(batch.builders))
-            return found.launch(batch)
+                found = self._builds[key] = Builds(key)
+            return found
 
-        def fresh_fields(self, num_decode_tokens: int) -> dict[str, Any]:
+        def fields_of(self, batch: SharedBatch, group: int) -> dict[str, Any]:
+            """Every field of the object that was handed out for a group, whose builder this is."""
+            ours, common = batch.ours(group), batch.commons[group]
+            values: dict[str, Any] = {**ours.__dict__, **self._fresh_fields(ours.num_decode_tokens), OURS: ours}
+            values[MADE_BY] = batch.builders[0]._builds_of(batch), batch.ours(0)
+            values["slot_mapping"] = common.slot_mapping  # of buffers that are longer, all of them
+            values["block_table"] = common.block_table_tensor
+            return values
+
+        def _fresh_fields(self, num_decode_tokens: int) -> dict[str, Any]:
             """Fields that vLLM fills later in the step, and empty FlashMLA plans where its kernels take them."""
             others: dict[str, Any] = {"flashinfer_sparse_index_cache": {}}
             if num_decode_tokens:
@@ -191,7 +197,7 @@ def _replacing(base: Any, sparse_swa: ModuleType, attention: VllmAttention | Non
                 )
             builds.builder.update_draft_decode_metadata(main)
             metadata.flashinfer_sparse_index_cache.clear()
-            for name, value in self.fresh_fields(metadata.num_decode_tokens).items():
+            for name, value in self._fresh_fields(metadata.num_decode_tokens).items():
                 if name.startswith("tile_sched_"):
                     setattr(metadata, name, value)
 

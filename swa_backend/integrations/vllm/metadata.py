@@ -7,18 +7,18 @@ read launches what was not launched yet, puts the fields together, and changes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from swa_backend.metadata import DeepseekSparseSWAMetadata
+    from swa_backend.integrations.vllm.shared_step import SharedBatch
 
 OURS = "swa_backend"
 """Attribute of a filled object that holds this library's own metadata of the step."""
 
 MADE_BY = "swa_backend_builds"
-"""Attribute of a filled object that holds the builds that made it."""
+"""Attribute of a filled object: the builds that made it, and this library's metadata of their main group."""
 
 _PENDING = "swa_backend_pending"
 
@@ -53,9 +53,10 @@ def metadata_classes(base: type) -> MetadataClasses:
 
     def read_early(self: Any, name: str) -> Any:
         if name != "__class__":
-            make = object.__getattribute__(self, "__dict__").pop(_PENDING, None)
-            if make is not None:
-                make()
+            pending = object.__getattribute__(self, "__dict__").pop(_PENDING, None)
+            if pending is not None:
+                batch, group = pending
+                _fill(self, filled, batch.builders[group].fields_of(batch, group))
         return object.__getattribute__(self, name)
 
     names = {"__module__": __name__, "get_prefill_chunk_plan": get_prefill_chunk_plan}
@@ -64,19 +65,15 @@ def metadata_classes(base: type) -> MetadataClasses:
     return MetadataClasses(pending, filled)
 
 
-def new_pending(classes: MetadataClasses, make: Callable[[], None]) -> Any:
-    """An object without fields; reading any of them calls ``make``, which must `fill` it."""
-    made: Any = object.__new__(classes.pending)
-    object.__setattr__(made, _PENDING, make)
+def new_pending(pending_cls: type, batch: SharedBatch, group: int) -> Any:
+    """An object without fields that takes those of a group of a batch when any is read."""
+    made: Any = object.__new__(pending_cls)
+    object.__setattr__(made, _PENDING, (batch, group))
     return made
 
 
-def fill(made: Any, classes: MetadataClasses, ours: DeepseekSparseSWAMetadata, others: dict[str, Any]) -> None:
-    """Give a pending object its fields: those of this library's metadata, which have vLLM's names, and ``others``.
-
-    What vLLM set meanwhile stays.
-    """
+def _fill(made: Any, filled_cls: type, values: dict[str, Any]) -> None:
+    """Give a pending object its fields; what vLLM set meanwhile stays."""
     earlier: dict[str, Any] = object.__getattribute__(made, "__dict__")
-    earlier.pop(_PENDING, None)
-    made.__class__ = classes.filled
-    made.__dict__ = {**ours.__dict__, **others, OURS: ours, **earlier}
+    made.__class__ = filled_cls
+    made.__dict__ = {**values, **earlier}

@@ -23,6 +23,8 @@ from swa_backend.integrations.vllm.surface import STEP_FUNCTIONS, find
 if TYPE_CHECKING:
     import torch
 
+    from swa_backend.metadata import DeepseekSparseSWAMetadata
+
 GROUPS = 8
 """Cache groups of one launch (`swa_backend.kernels.metadata.MAX_GROUPS`)."""
 
@@ -32,34 +34,34 @@ _WRAPPED = "__swa_backend_wrapped__"
 class SharedBatch:
     """The builds of one batch that are launched together.
 
+    It does not know the objects that were handed out for it, since they know it: a step leaves no circle of references
+    behind, and what a step held is free as soon as the next one has taken its place.
+
     Attributes:
-        common: vLLM's batch, as the first builder got it.
-        replay_start: likewise.
-        builders: of each group.
-        groups: (builder, vLLM's batch, object that was handed out) of each group.
-        read: launches what was noted, if that has not happened, and fills the objects.
+        builders: of each group, in the order in which vLLM called them.
+        commons: vLLM's batch of each group.
+        replay_start: as the first builder got it.
     """
 
-    __slots__ = ("builders", "common", "finish", "groups", "launched", "read", "replay_start")
+    __slots__ = ("_assemble", "_ours", "builders", "commons", "launched", "replay_start")
 
-    def __init__(self, common: Any, replay_start: torch.Tensor | None) -> None:
-        self.common = common
-        self.replay_start = replay_start
+    def __init__(self, replay_start: torch.Tensor | None) -> None:
         self.builders: list[Any] = []
-        self.groups: list[tuple[Any, Any, Any]] = []
+        self.commons: list[Any] = []
+        self.replay_start = replay_start
         self.launched = False
-        self.finish: Callable[[], None] | None = None
-        self.read = self._read
+        self._assemble: Callable[[], tuple[DeepseekSparseSWAMetadata, ...]] | None = None
+        self._ours: tuple[DeepseekSparseSWAMetadata, ...] = ()
 
     def takes(self, builder: Any, common: Any, replay_start: torch.Tensor | None) -> bool:
         """Whether this builder's batch is the one here, in everything but block table and slots."""
-        builders = self.builders
+        builders, first = self.builders, self.commons[0]
         return (
             builder.group_kind is builders[0].group_kind
             and not self.launched
             and len(builders) < GROUPS
             and builder not in builders
-            and _same_batch(self.common, common)
+            and (_is_same(first, common) or _equals(first, common))
             and (replay_start is self.replay_start or _same(self.replay_start, replay_start))
         )
 
@@ -67,28 +69,31 @@ class SharedBatch:
         """Launch what was noted, once."""
         if not self.launched:
             self.launched = True
-            self.finish = self.builders[0].launch_together(self)
+            self._assemble = self.builders[0].launch_together(self)
 
-    def _read(self) -> None:
+    def ours(self, group: int) -> DeepseekSparseSWAMetadata:
+        """This library's metadata of a group; launches what was noted, if that has not happened."""
         self.launch()
-        finish, self.finish = self.finish, None
-        if finish is not None:
-            finish()
+        if self._assemble is not None:
+            self._ours, self._assemble = self._assemble(), None
+        return self._ours[group]
 
 
-def _same_batch(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if (
-        one.query_start_loc is other.query_start_loc
-        and one.seq_lens is other.seq_lens
+def _is_same(one: Any, other: Any) -> bool:
+    """What two groups of one batch are in vLLM's loops: made of the same objects."""
+    return (
+        one.seq_lens is other.seq_lens
+        and one.query_start_loc is other.query_start_loc
         and one.query_start_loc_cpu is other.query_start_loc_cpu
         and one.seq_lens_cpu_upper_bound is other.seq_lens_cpu_upper_bound
         and one.num_actual_tokens == other.num_actual_tokens
+        and one.max_query_len == other.max_query_len
         and one.causal is other.causal
         and one.mm_req_doc_ranges is other.mm_req_doc_ranges
-    ):
-        return True  # what vLLM's loops do
+    )
+
+
+def _equals(one: Any, other: Any) -> bool:
     return (
         one.num_reqs == other.num_reqs
         and one.num_actual_tokens == other.num_actual_tokens
@@ -129,19 +134,28 @@ _step = _Step()
 def note(builder: Any, common: Any, replay_start: torch.Tensor | None) -> Any:
     """Note a build and return the object that it will fill. Outside of vLLM's loops it is launched at once."""
     batches = _step.batches
-    for batch in reversed(batches or ()):
-        if batch.takes(builder, common, replay_start):
-            break
+    if batches and batches[-1].takes(builder, common, replay_start):
+        batch = batches[-1]
     else:
-        batch = SharedBatch(common, replay_start)
-        if batches is not None:
-            batches.append(batch)
-    made = new_pending(builder.classes, batch.read)
+        batch = _open(batches, builder, common, replay_start)
+    group = len(batch.builders)
     batch.builders.append(builder)
-    batch.groups.append((builder, common, made))
+    batch.commons.append(common)
     if batches is None:
         batch.launch()
-    return made
+    return new_pending(builder.pending_cls, batch, group)
+
+
+def _open(
+    batches: list[SharedBatch] | None, builder: Any, common: Any, replay_start: torch.Tensor | None
+) -> SharedBatch:
+    for batch in batches or ():
+        if batch.takes(builder, common, replay_start):
+            return batch
+    batch = SharedBatch(replay_start)
+    if batches is not None:
+        batches.append(batch)
+    return batch
 
 
 def together(original: Callable[..., Any]) -> Callable[..., Any]:
