@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         Target,
         TileScheduler,
     )
+    from swa_backend.problems import Problem, Problems, count_problems
     from swa_backend.provider import AttentionCall, AttentionProvider, AttentionShape, CompressedRows
     from swa_backend.split import Split, split_decodes_and_prefills
     from swa_backend.topk import TopkSlots, map_topk
@@ -86,6 +87,8 @@ __all__ = [
     "PlatformError",
     "PrefillChunk",
     "Probe",
+    "Problem",
+    "Problems",
     "ProviderError",
     "SchedulerConfig",
     "SpeculativeConfig",
@@ -101,6 +104,7 @@ __all__ = [
     "apply_sink",
     "attend",
     "classify_layer",
+    "count_problems",
     "gather_kv",
     "get_backend",
     "get_layout",
@@ -130,6 +134,7 @@ _NAMES = {
     "model_config": ("ImageMode", "ModelConfig", "packaged_models"),
     "operations": ("Operations",),
     "pages": ("PageView",),
+    "problems": ("Problem", "Problems", "count_problems"),
     "platform": ("CacheRole", "NoTileScheduler", "Platform", "Probe", "Target", "TileScheduler"),
     "provider": ("AttentionCall", "AttentionProvider", "AttentionShape", "CompressedRows"),
     "split": ("Split", "split_decodes_and_prefills"),
