@@ -326,8 +326,9 @@ def test_non_causal_draft_steps_give_equal_fields() -> None:
     assert mine.decode_swa_width == 192
 
 
-def test_nothing_compiles_after_construction() -> None:
+def test_nothing_compiles_after_construction(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _ = builders(2, k=3, max_num_batched_tokens=1024)
+    monkeypatch.setenv("SWA_BACKEND_JIT_STRICT", "1")
     compiled = stats().compilations
     for queries in ([1], [4] * 30, [1, 4, 2], [4, 300], [700]):
         batch, tables, slots = fixed_batch(queries, [query + 77 for query in queries], 2)
