@@ -53,7 +53,7 @@ def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Itera
         "heads": "i32",
         "programs": "i32",
     },
-    tuning={"": Tuning(4, 1, tiles={"HEADS": 4, "PIECES": 4, "LIMIT": PROGRAM_LIMIT})},
+    tuning={"": Tuning(2, 1, tiles={"HEADS": 2, "PIECES": 4, "LIMIT": PROGRAM_LIMIT})},
     keys=_keys,
 )
 def hopper_combine(
@@ -61,32 +61,26 @@ def hopper_combine(
     TILES: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
+    every = tl.arange(0, LIMIT)
+    inside = every <= programs
+    at = 2 * tl.where(inside, every, 0)
+    tiles = tl.load(cuts + at, mask=inside, other=-1)
+    blocks = tl.load(cuts + at + 1, mask=inside, other=0)
     tile = tl.load(cuts + 2 * program + 2)
     cut = tl.load(cuts + 2 * program + 3)
     began_here = (tl.load(cuts + 2 * program) < tile) | (tl.load(cuts + 2 * program + 1) == 0)
+    own = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    head = (tile % TILES) * TILE_HEADS + own
+    live = head < heads
+    head = tl.where(live, head, 0)
     if (cut > 0) & began_here:
-        every = tl.arange(0, LIMIT)
-        inside = every <= programs
-        at = tl.where(inside, every, 0)
-        same = (tl.load(cuts + 2 * at, mask=inside, other=-1) == tile) & (
-            tl.load(cuts + 2 * at + 1, mask=inside, other=0) > 0
-        )
-        count = tl.sum(same.to(tl.int32), axis=0) + 1
+        count = tl.sum(((tiles == tile) & (blocks > 0)).to(tl.int32), axis=0) + 1
         token = (tile // TILES).to(tl.int64)
-        own = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        head = (tile % TILES) * TILE_HEADS + own
-        live = head < heads
         dim = tl.arange(0, DIM)
         some = tl.arange(0, PIECES)
+        logs_of_sinks = tl.load(sink + head, mask=live, other=0.0) * LOG2_E
 
-        peak = tl.full((HEADS,), float("-inf"), tl.float32)
-        for first in range(0, count, PIECES):
-            piece = first + some
-            row = (2 * (program + piece) + (piece == 0).to(tl.int32))[:, None] * TILE_HEADS + own[None, :]
-            mask = (piece < count)[:, None] & live[None, :]
-            logs = tl.load(piece_lse + tl.where(mask, row, 0), mask=mask, other=float("-inf"))
-            peak = tl.maximum(peak, tl.max(logs, axis=0))
-        base = tl.where(peak == float("-inf"), 0.0, peak)
+        base = tl.full((HEADS,), float("-inf"), tl.float32)
         total = tl.zeros((HEADS,), tl.float32)
         acc = tl.zeros((HEADS, DIM), tl.float32)
         for first in range(0, count, PIECES):
@@ -94,19 +88,24 @@ def hopper_combine(
             row = (2 * (program + piece) + (piece == 0).to(tl.int32))[:, None] * TILE_HEADS + own[None, :]
             mask = (piece < count)[:, None] & live[None, :]
             row = tl.where(mask, row, 0)
-            weight = tl.exp2(tl.load(piece_lse + row, mask=mask, other=float("-inf")) - base[None, :])
+            logs = tl.load(piece_lse + row, mask=mask, other=float("-inf"))
             values = wide(piece_out, row.to(tl.int64)[:, :, None] * DIM + dim[None, None, :], True)
             values = tl.load(values, mask=mask[:, :, None], other=0.0)
-            total += tl.sum(weight, axis=0)
-            acc += tl.sum(values * weight[:, :, None], axis=0)
+            higher = tl.maximum(base, tl.max(logs, axis=0))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            rescale = tl.exp2(base - safe)
+            weight = tl.exp2(logs - safe[None, :])
+            total = total * rescale + tl.sum(weight, axis=0)
+            acc = acc * rescale[:, None] + tl.sum(values * weight[:, :, None], axis=0)
+            base = higher
 
-        sinks = tl.exp2(tl.load(sink + tl.where(live, head, 0), mask=live, other=0.0) * LOG2_E - base)
+        sinks = tl.exp2(logs_of_sinks - base)
         inverse = tl.where(total == 0, 0.0, 1.0 / (total + sinks))
-        at = wide(out + token * out_stride, tl.where(live, head, 0)[:, None] * DIM + dim[None, :], True)
-        tl.store(at, (acc * inverse[:, None]).to(tl.bfloat16), mask=live[:, None])
+        to = wide(out + token * out_stride, head[:, None] * DIM + dim[None, :], True)
+        tl.store(to, (acc * inverse[:, None]).to(tl.bfloat16), mask=live[:, None])
         if wants_lse != 0:
             logs = tl.where(total == 0, float("-inf"), (base + tl.log2(total)) * LN_2)
-            tl.store(lse + token * lse_stride + tl.where(live, head, 0), logs, mask=live)
+            tl.store(lse + token * lse_stride + head, logs, mask=live)
 
 
 def combine_pieces(

@@ -244,6 +244,11 @@ class Launcher:
         """Whether the key is compiled."""
         return self._ready
 
+    @property
+    def compiled(self) -> Any:
+        """Triton's compiled kernel, None before and where kernels are interpreted."""
+        return self._compiled
+
     def compile(self) -> None:
         """Compile (or find in Triton's cache) and, on a GPU, load; launches nothing. Interpreted: nothing to do.
 
