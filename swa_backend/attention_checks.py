@@ -41,7 +41,8 @@ def is_usual(q: torch.Tensor, attn_sink: torch.Tensor, out: torch.Tensor | None)
         and 1 <= shape[1] <= MAX_HEADS_PER_RANK
         and isinstance(attn_sink, torch.Tensor)
         and attn_sink.dtype is torch.float32
-        and attn_sink.shape == shape[1:2]
+        and attn_sink.dim() == 1
+        and attn_sink.numel() == shape[1]
         and attn_sink.is_contiguous()
         and attn_sink.device == device
     ):

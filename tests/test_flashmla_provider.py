@@ -323,7 +323,7 @@ def test_a_build_that_allocates_its_output(provider: ProviderUnderTest, kernels:
 def test_the_workspace_is_allocated_with_the_builder(
     provider: ProviderUnderTest, monkeypatch: pytest.MonkeyPatch, second: Any, gathers: bool
 ) -> None:
-    monkeypatch.setattr(flashmla_provider, "PREFILL_GATHERS", gathers)
+    monkeypatch.setattr(flashmla_provider, "gathers", lambda call: gathers)
     scene = mixed(provider, second=second)
     workspace = scene.builder.provider._workspace(scene.device)
     before = {name: buffer.data_ptr() for name, buffer in workspace._buffers.items()}
@@ -336,10 +336,26 @@ def test_the_workspace_is_allocated_with_the_builder(
         scene.run(compressed=scene.topk(local, positions, distinct=True))
     after = {name: buffer.data_ptr() for name, buffer in workspace._buffers.items()}
     # How many pages a second cache has is not known before; whole prefills from pages are not what a step takes.
-    later = {"columns of second"} if gathers else {"prefill q", "prefill out"}
-    assert {name: at for name, at in after.items() if name not in later} == {
-        name: at for name, at in before.items() if name not in later
+    later = ("columns of second",) if gathers else ("direct",)
+    assert {name: at for name, at in after.items() if not name.startswith(later)} == {
+        name: at for name, at in before.items() if not name.startswith(later)
     }
+
+
+@pytest.mark.parametrize(("second", "tokens", "gathered"), [(C4, 64, False), (C4, 65, True), (None, 5, True)])
+def test_short_prefills_with_a_second_cache_read_their_pages(
+    provider: ProviderUnderTest, kernels: FakeKernels, second: Any, tokens: int, gathered: bool
+) -> None:
+    """As measured; and from buffers that were reserved with the builder."""
+    scene = Scene(provider, [1, tokens], [300, 500], second=second)
+    workspace = scene.builder.provider._workspace(scene.device)
+    before = {name: buffer.data_ptr() for name, buffer in workspace._buffers.items()}
+    local = local_entries(scene) if second else None
+    compressed = None if local is None else scene.topk(local)
+    check(scene.run(compressed=compressed), scene.expected(None if local is None else seen_by(scene, local)))
+    assert (len(kernels.prefills), len(kernels.decodes)) == ((1, 1) if gathered else (0, 2))
+    after = {name: buffer.data_ptr() for name, buffer in workspace._buffers.items() if name in before}
+    assert after == before
 
 
 # Prefill.
@@ -350,7 +366,7 @@ def test_the_workspace_is_allocated_with_the_builder(
 def test_both_forms_of_prefill(
     provider: ProviderUnderTest, kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch, gathers: bool, second: Any
 ) -> None:
-    monkeypatch.setattr(flashmla_provider, "PREFILL_GATHERS", gathers)
+    monkeypatch.setattr(flashmla_provider, "gathers", lambda call: gathers)
     scene = mixed(provider, second=second)
     compressed, seen = None, None
     if second is not None:
@@ -417,8 +433,11 @@ def test_p1_zero_token_requests_between_prefills(provider: ProviderUnderTest, ke
     assert [call["q"].shape[0] for call in kernels.prefills] == [20, 30]
 
 
-def test_pages_shared_between_requests_at_any_column(provider: ProviderUnderTest) -> None:
+def test_pages_shared_between_requests_at_any_column(
+    provider: ProviderUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slots are looked up in the token's own table, whichever request put a page down last."""
+    monkeypatch.setattr(flashmla_provider, "gathers", lambda call: True)
     scene = Scene(provider, [9, 9], [600, 600], second=C4)
     local = torch.randint(0, 140, (18, 20), generator=torch.Generator().manual_seed(3))
     compressed, seen = scene.topk(local), seen_by(scene, local)
@@ -466,7 +485,7 @@ def test_p5_an_image_that_a_chunk_resumes_inside(
     provider: ProviderUnderTest, kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch, gathers: bool
 ) -> None:
     """Prefix 300: 277 positions are gathered, so no row starts below 173; rows inside the image look ahead to 400."""
-    monkeypatch.setattr(flashmla_provider, "PREFILL_GATHERS", gathers)
+    monkeypatch.setattr(flashmla_provider, "gathers", lambda call: gathers)
     images = {"batch": {"spans": {0: [(100, 400)]}}, "config": {"max_image_tokens": 384}}
     scene = Scene(provider, [150], [450], heads=1, **images)
     keys = scene.history[0]
@@ -481,7 +500,7 @@ def test_steps_of_two_builders_take_turns(
     provider: ProviderUnderTest, kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch, gathers: bool
 ) -> None:
     """Both are at their first build; what is made once a step is not the other's."""
-    monkeypatch.setattr(flashmla_provider, "PREFILL_GATHERS", gathers)
+    monkeypatch.setattr(flashmla_provider, "gathers", lambda call: gathers)
     scenes = [Scene(provider, [20], [700], second=C4), Scene(provider, [30], [400], second=C4)]
     for _ in range(2):
         for scene in scenes:
@@ -494,7 +513,7 @@ def test_steps_of_two_builders_take_turns(
 def test_prefill_layers_of_a_step_share_their_plan(
     provider: ProviderUnderTest, kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch, gathers: bool
 ) -> None:
-    monkeypatch.setattr(flashmla_provider, "PREFILL_GATHERS", gathers)
+    monkeypatch.setattr(flashmla_provider, "gathers", lambda call: gathers)
     scene = Scene(provider, [20], [700])
     for _ in range(3):
         check(scene.run(), scene.expected())

@@ -12,7 +12,7 @@ from swa_platform_cuda.flashmla_shared import Preparer, Shared, second_identity
 
 if TYPE_CHECKING:
     from swa_backend.layer_types import LayerType
-    from swa_backend.provider import AttentionCall
+    from swa_backend.provider import AttentionCall, CompressedRows
     from swa_platform_cuda.flashmla_plan import TilePlan
     from swa_platform_cuda.flashmla_provider import RowTools
     from swa_platform_cuda.flashmla_workspace import Workspace
@@ -49,7 +49,7 @@ class PagedAttention:
 
         Args:
             call: the layer's call.
-            kind: "decode" or "prefill"; each has its own buffers.
+            kind: "decode" or "direct" (of prefill tokens); each has its own buffers.
             tokens: which of the call's tokens, n of them.
             rows: [n, 1, w] int32, their window rows.
             lens: [n] int32.
@@ -82,8 +82,7 @@ class PagedAttention:
         if second is not None:
             extra_rows = shared.extra_rows
             if extra_rows is None:
-                own = second.rows if whole else second.rows[tokens]
-                extra_rows = own.unsqueeze(1) if _takes(own) else self._padded_rows(call, kind, tokens, own)
+                extra_rows = self._own_rows(call, kind, tokens, second, shared)
 
         heads, takes_out = shared.heads, self._build.takes_out
         sink = call.attn_sink
@@ -108,11 +107,19 @@ class PagedAttention:
         if call.lse is not None:
             write_lse(lse.squeeze(2)[:, :given], call.lse[tokens])
 
-    def _padded_rows(self, call: AttentionCall, kind: str, tokens: slice, rows: torch.Tensor) -> torch.Tensor:
-        """[n, 1, w] int32: one layer's rows [n, K], padded to a width that the kernel has."""
-        second, valid = call.compressed, call.metadata.is_valid_token[tokens]
-        assert second is not None
-        lens = second.lens[tokens]
+    def _own_rows(
+        self, call: AttentionCall, kind: str, tokens: slice, second: CompressedRows, shared: Shared
+    ) -> torch.Tensor:
+        """[n, 1, w] int32: one layer's second entries, padded if the kernel has not their width."""
+        given, last = second.rows, shared.last_rows
+        if last is not None and last[0] is given:  # engines keep one buffer for all layers
+            return last[1]
+        rows = given[tokens]
+        if _takes(rows):
+            taken = rows.unsqueeze(1)
+            shared.last_rows = given, taken
+            return taken
+        lens, valid = second.lens[tokens], call.metadata.is_valid_token[tokens]
         return self._preparer.tidy(call, f"{kind} picked", rows, lens, valid, second.pages, once=False)[0]
 
 

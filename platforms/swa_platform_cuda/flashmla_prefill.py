@@ -38,6 +38,19 @@ def _step(metadata: DeepseekSparseSWAMetadata) -> tuple[int, int]:
     return metadata.generation, metadata.token_to_req_indices.data_ptr()
 
 
+def group_of(call: AttentionCall) -> CompressedGroupMetadata | None:
+    """The one compressed group of the step that a call's second cache can belong to, None if that is not clear."""
+    second = call.compressed
+    if second is None:
+        return None
+    groups = [
+        group
+        for group in call.metadata.compressed.values()
+        if (group.ratio, group.entries_per_page) == (second.ratio, second.pages.entries)
+    ]
+    return groups[0] if len(groups) == 1 else None
+
+
 class GatheredPrefill:
     """Calls of the prefill kernel.
 
@@ -54,19 +67,6 @@ class GatheredPrefill:
         self._workspace = workspace
         self._tools = tools
 
-    @staticmethod
-    def group_of(call: AttentionCall) -> CompressedGroupMetadata | None:
-        """The one compressed group of the step that a call's second cache can belong to, None if that is not clear."""
-        second = call.compressed
-        if second is None:
-            return None
-        groups = [
-            group
-            for group in call.metadata.compressed.values()
-            if (group.ratio, group.entries_per_page) == (second.ratio, second.pages.entries)
-        ]
-        return groups[0] if len(groups) == 1 else None
-
     def attend(self, call: AttentionCall, chunk_size: int) -> None:
         """Write the rows of all prefill tokens; those that no chunk covers are padding, and zero.
 
@@ -77,7 +77,7 @@ class GatheredPrefill:
             call: the layer's call.
             chunk_size: requests of the longest context that the workspace holds.
         """
-        metadata, group = call.metadata, self.group_of(call)
+        metadata, group = call.metadata, group_of(call)
         ratio = 0 if group is None else group.ratio
         plan = metadata.get_prefill_chunk_plan(ratio, chunk_size, has_compressed=group is not None)
         starts, decodes = metadata.query_start_loc_cpu, metadata.num_decodes

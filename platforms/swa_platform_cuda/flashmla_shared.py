@@ -54,11 +54,13 @@ class Shared:
         extra_lens: [n] int32, None without second entries.
         vendor_plan: the vendor's plan for these lengths.
         batch_invariant: whether a row's result may not depend on the others.
+        last_rows: the last layer's own second entries as it gave them, and as the kernel took them.
     """
 
     __slots__ = (
         "_capture", "_changes", "_counted", "_entries", "_generation", "_given", "_heads", "_kept", "_pages", "_second",
-        "_type", "_versions", "batch_invariant", "extra_lens", "extra_rows", "heads", "lens", "rows", "vendor_plan",
+        "_type", "_versions", "batch_invariant", "extra_lens", "extra_rows", "heads", "last_rows", "lens", "rows",
+        "vendor_plan",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +76,7 @@ class Shared:
         self.rows, self.lens, self.extra_rows, self.extra_lens = made
         self.heads = PADDED_HEADS[call.q.shape[1]]
         self.vendor_plan = vendor_plan
+        self.last_rows: tuple[torch.Tensor, torch.Tensor] | None = None
         self.batch_invariant = metadata.shape is not None and metadata.shape.batch_invariant
         self._generation, self._pages, self._entries = metadata.generation, pages.num_pages, pages.entries
         self._type, self._heads, self._capture = layer_type, call.q.shape[1], call.capture
