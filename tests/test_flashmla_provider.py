@@ -384,8 +384,10 @@ def test_the_triton_kernels_around_it(
     """The same with the kernels that a GPU runs, interpreted."""
     pytest.importorskip("triton")
     monkeypatch.delenv("SWA_BACKEND_ATTENTION", raising=False)
+    monkeypatch.setattr(flashmla_provider, "gathers", lambda call: True)
     with fake_backend(tmp_path, kernels, tools=triton_tools()) as backend:
-        scene = mixed(ProviderUnderTest("flashmla", backend, "cpu"), second=second)
+        under_test = ProviderUnderTest("flashmla", backend, "cpu")
+        scene = Scene(under_test, [1, 3, 10], [130, 5, 200], second=second, heads=2, config={"k": 2})
         compressed, seen = None, None
         if second is not None:
             local = local_entries(scene)
