@@ -78,7 +78,7 @@ def compile_key(driver: OfflineDriver, kernel: Kernel, key: Mapping[str, object]
         kernel.on(torch.device("cpu"), **key).compile()
         (compiled,) = driver.compiled[before:]
         found = resources_of(compiled)
-        problems = found.problems(driver.target.vendor)
+        problems = found.problems(driver.target.vendor, kernel.tuning_for(driver.target).spilled_bytes)
     except Exception as error:
         problems = (f"{type(error).__name__}: {error}",)
     return Entry(str(driver.target), kernel.name, dict(key), round(time.monotonic() - start, 2), found, problems)

@@ -63,12 +63,17 @@ STRICT_VARIABLE = "SWA_BACKEND_JIT_STRICT"
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What differs between chips for one kernel: warps, stages, tile constants, further compiler options."""
+    """What differs between chips for one kernel: warps, stages, tile constants, further compiler options.
+
+    ``spilled_bytes`` is how much of a thread's own memory the kernel may take: 0 unless it was looked at where the
+    compiler spills, and found to be outside the loops that matter.
+    """
 
     num_warps: int = 4
     num_stages: int = 2
     tiles: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
+    spilled_bytes: int = 0
 
 
 @dataclass(slots=True)

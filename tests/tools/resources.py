@@ -37,11 +37,17 @@ class Resources:
     thread_bytes: int
     spilled: int
 
-    def problems(self, vendor: str) -> tuple[str, ...]:
-        """Why the kernel must not ship, one sentence each. Limits of a block are the driver's to enforce."""
+    def problems(self, vendor: str, spilled_bytes: int = 0) -> tuple[str, ...]:
+        """Why the kernel must not ship, one sentence each. Limits of a block are the driver's to enforce.
+
+        Args:
+            vendor: "cuda" or "hip".
+            spilled_bytes: a thread's own memory that its tuning allows.
+        """
         found = []
-        if self.thread_bytes or self.spilled:
-            found.append(f"spills: {self.spilled} registers, {self.thread_bytes} bytes a thread")
+        if self.thread_bytes > spilled_bytes or (self.spilled and not spilled_bytes):
+            allowed = f", at most {spilled_bytes}" if spilled_bytes else ""
+            found.append(f"spills: {self.spilled} registers, {self.thread_bytes} bytes a thread{allowed}")
         if self.registers > REGISTERS[vendor]:
             found.append(f"{self.registers} registers a thread, at most {REGISTERS[vendor]}")
         return tuple(found)

@@ -51,3 +51,9 @@ def test_a_kernel_that_spills(target, values_of_a_thread, options):
 def test_too_many_registers():
     assert Resources(256, 0, 0, 0, 0).problems("cuda") == ("256 registers a thread, at most 255",)
     assert Resources(256, 0, 0, 0, 0).problems("hip") == ()
+
+
+def test_spills_that_a_tuning_allows():
+    assert Resources(168, 0, 0, 64, 0).problems("cuda", 64) == ()
+    assert Resources(168, 0, 0, 72, 0).problems("cuda", 64) == ("spills: 0 registers, 72 bytes a thread, at most 64",)
+    assert Resources(168, 0, 0, 8, 0).problems("cuda") == ("spills: 0 registers, 8 bytes a thread",)
