@@ -94,7 +94,7 @@ def run_row(row: Row, options: argparse.Namespace) -> RowResult:
     gpu = describe_gpu()
     differs = differences(row, found)
     reasons = why_not(row)
-    if differs and not options.here:
+    if differs and not reasons and not options.here:
         reasons += [f"{one}; --venv FOLDER makes an environment for it, --here runs it as it is" for one in differs]
     found = {**found, **({"GPU": gpu[0]} if gpu else {}), "machine": os.uname().machine}
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
