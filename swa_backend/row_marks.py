@@ -29,7 +29,9 @@ class RowsMark(NamedTuple):
         lens: [T] int32, the lengths that were written beside the rows.
         is_valid: [T] bool, which tokens have entries.
         num_slots: every entry is below it.
-        versions: torch's counts of changes of rows, lens and positions, added up: each only ever grows.
+        counted: whether torch counts changes of these tensors, as it does not in inference mode.
+        versions: its counts for rows, lens and positions, added up: each only ever grows.
+        positions_version: that of the positions.
         capture: number of the graph capture that the rows were written in, 0 outside; they are only known in there.
         distinct: whether the caller promised that no entry occurs twice in a row.
         number: when; see `swa_backend.step.next_number`.
@@ -40,7 +42,9 @@ class RowsMark(NamedTuple):
     lens: torch.Tensor
     is_valid: torch.Tensor
     num_slots: int
+    counted: bool
     versions: int
+    positions_version: int
     capture: int
     distinct: bool
     number: int
@@ -64,10 +68,13 @@ def mark_rows(
     """Note that `map_topk` has just written ``slots`` and ``lens``; ``num_slots`` None = the cache was not known."""
     mark = None
     if num_slots is not None:
-        versions = version_of(slots) + version_of(lens) + version_of(positions)
+        counted = not (slots.is_inference() or lens.is_inference() or positions.is_inference())
+        position = positions._version if counted else 0
+        versions = slots._version + lens._version + position if counted else 0
         mark = RowsMark(
-            positions, ratio, lens, is_valid, num_slots, versions, capture_id(slots), distinct, next_number()
-        )
+            positions, ratio, lens, is_valid, num_slots, counted, versions, position, capture_id(slots), distinct,
+            next_number(),
+        )  # fmt: skip
     setattr(slots, _ATTRIBUTE, mark)
 
 
@@ -86,7 +93,7 @@ def mark_of(
         or mark.ratio != ratio
         or mark.is_valid is not metadata.is_valid_token
         or mark.number <= metadata.generation  # of an earlier step
-        or mark.versions != version_of(slots) + version_of(lens) + version_of(mark.positions)
+        or (mark.counted and mark.versions != slots._version + lens._version + mark.positions._version)
     ):
         return None
     return mark

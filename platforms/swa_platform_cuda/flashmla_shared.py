@@ -82,7 +82,7 @@ class Shared:
         self._type, self._heads, self._capture = layer_type, call.q.shape[1], call.capture
         self._given = given
         self._counted = not any(one.is_inference() for one in given)
-        self._versions = self._count()
+        self._versions = sum(one._version for one in given) if self._counted else 0  # each only ever grows
         self._second = second_identity(call)
         # Alive, so that no other tensor can take the place of one that counts by identity.
         self._kept = call.compressed and (call.compressed.mark, call.compressed.built)
@@ -109,20 +109,13 @@ class Shared:
             and layer_type is self._type
             and call.q.shape[1] == self._heads
             and call.capture == self._capture
-            and self._versions == self._count()
+            and (not self._counted or self._versions == rows._version + lens._version + given[2]._version)
         ):
             return False
         if call.compressed is None:
             return True  # its layer type says that there was none before
         second = second_identity(call)
         return second is not None and second == self._second
-
-    def _count(self) -> int:
-        """torch's changes of the given tensors; each count only ever grows."""
-        if not self._counted:
-            return 0
-        rows, lens, valid = self._given
-        return rows._version + lens._version + valid._version
 
 
 def second_identity(call: AttentionCall) -> tuple[int, ...] | None:
@@ -136,7 +129,7 @@ def second_identity(call: AttentionCall) -> tuple[int, ...] | None:
     pages, rows, mark = second.pages, second.rows, second.mark
     if mark is not None:
         if mark.distinct:
-            return pages.entries, pages.num_pages, rows.shape[1], id(mark.positions), version_of(mark.positions)
+            return pages.entries, pages.num_pages, rows.shape[1], id(mark.positions), mark.positions_version
         return pages.entries, pages.num_pages, rows.shape[1], mark.number
     if second.built is not None:
         versions = version_of(rows) + version_of(second.lens)
