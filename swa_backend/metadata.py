@@ -78,6 +78,7 @@ class DeepseekSparseSWAMetadata:
             unless a prefill request has one.
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens: the split.
         max_decode_query_len: largest query length, limited to the decode threshold.
+        max_seq_len: longest context as the batch says, perhaps too long; 0 if it is not known.
         prefill_seq_lens, prefill_seq_lens_cpu, prefill_gather_lens, prefill_query_lens_cpu: [num_prefills] int32 or
             None without prefills.
         prefill_window_size, prefill_max_model_len, prefill_max_num_batched_tokens: zero without prefills.
@@ -124,6 +125,7 @@ class DeepseekSparseSWAMetadata:
     prefill_seq_lens_cpu: torch.Tensor | None = None
     prefill_gather_lens: torch.Tensor | None = None
     prefill_query_lens_cpu: torch.Tensor | None = None
+    max_seq_len: int = 0
     prefill_window_size: int = 0
     prefill_max_model_len: int = 0
     prefill_max_num_batched_tokens: int = 0

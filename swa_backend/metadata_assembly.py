@@ -141,6 +141,7 @@ class MetadataAssembler:
             "query_start_loc": batch.query_start_loc,
             "query_start_loc_cpu": batch.query_start_loc_cpu,
             "max_decode_query_len": min(batch.max_query_len, self._config.decode_threshold),
+            "max_seq_len": batch.max_seq_len,
             "generation": self._builds.value,
             "step": step,
         }
@@ -162,7 +163,9 @@ class MetadataAssembler:
         if len(made) > 1:
             main.groups = {buffers.groups[group].name: made[group] for group in range(1, len(made))}
         if len(buffers.groups) > len(made):
-            main.compressed = _compressed(step, self._views)
+            compressed = _compressed(step, self._views)
+            for one in made:
+                one.compressed = compressed
         return main
 
     def _make_template(self, split: Split, causal: bool) -> tuple[DeepseekSparseSWAMetadata, ...]:

@@ -107,7 +107,7 @@ class SplitPlan:
         """
         tiles = sum(cdiv(count, self.key_tile) for count in entries)
         if self.batch_invariant:
-            share = max(FIXED_KEYS // self.key_tile, 1)
+            share = max(FIXED_KEYS // self.key_tile, cdiv(tiles, self.most), 1)
             return Split(max(cdiv(tiles, share), 1), share)
         return _best(self, programs, tiles)
 

@@ -45,10 +45,11 @@ def _load_scheduler(target: Target | None) -> TileScheduler:
 
 
 def _load_providers(target: Target | None) -> Sequence[AttentionProvider]:
+    from swa_backend.portable.provider import TritonAttention
     from swa_backend.reference.provider import ReferenceAttention
     from swa_platform_cuda.flashmla_provider import FlashMLAAttention
 
-    return (FlashMLAAttention(target), ReferenceAttention())
+    return (FlashMLAAttention(target), TritonAttention(target), ReferenceAttention())
 
 
 PLATFORM = Platform(

@@ -41,10 +41,11 @@ def _load_scheduler(target: Target | None) -> TileScheduler:
 
 
 def _load_providers(target: Target | None) -> Sequence[AttentionProvider]:
+    from swa_backend.portable.provider import TritonAttention
     from swa_backend.reference.provider import ReferenceAttention
     from swa_platform_rocm.aiter_provider import AiterAttention
 
-    others = (ReferenceAttention(),)
+    others = (TritonAttention(target), ReferenceAttention())
     return (AiterAttention(target, others), *others)
 
 

@@ -14,7 +14,16 @@ import torch
 import triton
 
 # Importing a module declares its kernels.
-from swa_backend.kernels import cache_gather, cache_write, combine, metadata, topk  # noqa: F401
+from swa_backend.kernels import (  # noqa: F401
+    cache_gather,
+    cache_write,
+    combine,
+    metadata,
+    sparse_mla,
+    sparse_mla_reduce,
+    sparse_mla_window_launch,
+    topk,
+)
 from swa_backend.kernels.jit import Kernel, Launcher, all_kernels, mark_warm
 from swa_backend.kernels.triton_internals import INTERPRETED, one_parse_at_a_time, target_of
 from swa_backend.platform import CacheRole

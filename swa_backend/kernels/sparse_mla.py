@@ -1,0 +1,172 @@
+"""Sparse multi-query attention over paged caches in place: decode and prefill, one cache or two, any layout.
+
+A program takes one token, a tile of its heads, a share of its keys and, on some chips, half of the values' dimensions.
+Keys come a tile at a time, are decoded to bf16 and serve as values too; the softmax runs online in float32. A program
+that has all keys of its heads writes the result, otherwise it leaves a partial one for
+`swa_backend.kernels.sparse_mla_reduce`.
+"""
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import triton.language as tl
+
+from swa_backend.cache_layout import Dialect, PageLayout, get_layout
+from swa_backend.kernels.jit import Tuning, kernel
+from swa_backend.kernels.sparse_mla_softmax import attend, write_partial, write_result
+from swa_backend.platform import CacheRole
+
+if TYPE_CHECKING:
+    from swa_backend.config import BackendConfig
+
+FEW_HEADS, MANY_HEADS = 16, 64
+
+CACHE_TYPES = {
+    "pages": "*u8",
+    "scale": "*u8",  # one float32 of a per-tensor layout, else not read
+    "page_stride": "i64",  # bytes from page to page
+    "data_stride": "i64",  # bytes from entry to entry
+    "scale_start": "i64",  # byte of a page at which its first scale row begins
+    "scale_stride": "i64",
+    "entries": "i32",  # of a page
+    "num_slots": "i32",
+    "magic": "i64",  # of entries, see `paging.divisor`
+    "shift": "i32",
+}
+
+
+def sparse_mla_key(layout: PageLayout, second: PageLayout | None, heads: int, *, aligned: bool) -> dict[str, object]:
+    """The compile key for a pair of caches and a number of heads."""
+    return {
+        "LAYOUT": layout.name,
+        "FNUZ": layout.dialect is Dialect.FNUZ,
+        "SECOND": "none" if second is None else second.name,
+        "SECOND_FNUZ": second is not None and second.dialect is Dialect.FNUZ,
+        "ALIGNED": aligned,
+        "HEADS": head_key(heads),
+    }
+
+
+def head_key(heads: int) -> int:
+    """Heads that a program takes where the chip has room for as many."""
+    return FEW_HEADS if heads <= FEW_HEADS else MANY_HEADS
+
+
+def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Iterator[Mapping[str, object]]:
+    window = get_layout(config.cache_layout, dialects[CacheRole.SWA])
+    seconds: list[PageLayout | None] = [None]
+    if any(layer.compressed for layer in config.model.present_layer_types):
+        seconds.append(get_layout(config.compressed_layout, dialects[CacheRole.COMPRESSED]))
+    for second in seconds:
+        for aligned in (True, False):
+            yield sparse_mla_key(window, second, config.num_heads, aligned=aligned)
+
+
+@kernel(
+    types={
+        "q": "*bf16",  # [tokens, heads, 512]
+        "out": "*bf16",  # [tokens, heads, 512]
+        "lse": "*fp32",  # [tokens, heads], contiguous; not written unless has_lse
+        "rows": "*i32",  # window rows: [tokens, width], or ragged entries one row after the other
+        "lens": "*i32",  # [tokens], or ragged: [tokens + 1] where each row begins
+        "second_rows": "*i32",  # [tokens, second_width]
+        "second_lens": "*i32",  # [tokens]
+        "valid": "*u8",  # [tokens]; a token that is not valid sees nothing
+        "sink": "*fp32",  # [heads]
+        "q_row": "i64",  # strides in values
+        "q_head": "i64",
+        "out_row": "i64",
+        "out_head": "i64",
+        "rows_stride": "i64",
+        "second_rows_stride": "i64",
+        "width": "i32",
+        "second_width": "i32",
+        "ragged": "i32",  # 1: rows are ragged
+        "has_lse": "i32",
+        "heads": "i32",
+        "splits": "i32",  # programs that share a row
+        "share": "i32",  # tiles of a split; 0: the row's tiles are shared evenly
+        "factor": "fp32",  # of the logits, times log2(e)
+        "sums": "*fp32",  # [programs, HEADS, 512] partial results
+        "peaks": "*fp32",  # [programs, 2, HEADS]
+        **CACHE_TYPES,
+        **{f"second_{name}": kind for name, kind in CACHE_TYPES.items()},
+    },
+    tuning={
+        "cuda:90": Tuning(
+            8, 1, tiles={"MOST_HEADS": 64, "KEYS": 64, "HW_FP8": 1, "PARTS": 4, "STAGES": 2, "HALVES": 1}
+        ),
+        "interpret": Tuning(
+            4, 1, tiles={"MOST_HEADS": 64, "KEYS": 128, "HW_FP8": 0, "PARTS": 1, "STAGES": 1, "HALVES": 1}
+        ),
+        "": Tuning(4, 1, tiles={"MOST_HEADS": 16, "KEYS": 16, "HW_FP8": 0, "PARTS": 8, "STAGES": 1, "HALVES": 1}),
+    },
+    keys=_keys,
+)
+def sparse_mla(
+    q, out, lse, rows, lens, second_rows, second_lens, valid, sink,
+    q_row, q_head, out_row, out_head, rows_stride, second_rows_stride, width, second_width, ragged, has_lse, heads,
+    splits, share, factor, sums, peaks,
+    pages, scale, page_stride, data_stride, scale_start, scale_stride, entries, num_slots, magic, shift,
+    second_pages, second_scale, second_page_stride, second_data_stride, second_scale_start, second_scale_stride,
+    second_entries, second_num_slots, second_magic, second_shift,
+    LAYOUT: tl.constexpr, FNUZ: tl.constexpr, SECOND: tl.constexpr, SECOND_FNUZ: tl.constexpr, ALIGNED: tl.constexpr,
+    HEADS: tl.constexpr, MOST_HEADS: tl.constexpr, KEYS: tl.constexpr, HW_FP8: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """Programs (token, head tile, half of the values; split)."""
+    TILE: tl.constexpr = min(HEADS, MOST_HEADS)
+    OWN: tl.constexpr = PARTS // HALVES
+    head_tiles = tl.cdiv(heads, TILE)
+    number = tl.program_id(0) // HALVES
+    split = tl.program_id(1)
+    token = (number // head_tiles).to(tl.int64)
+    head = (number % head_tiles) * TILE + tl.arange(0, TILE)
+    real = head < heads
+    head = tl.where(real, head, 0)
+
+    sees = tl.load(valid + token) != 0
+    length = tl.load(lens + token)
+    start = token * rows_stride
+    if ragged != 0:
+        start = length.to(tl.int64)
+        length = tl.load(lens + token + 1) - length
+    row = rows + start
+    length = tl.where(sees, tl.minimum(tl.maximum(length, 0), width), 0)
+    tiles = tl.cdiv(length, KEYS)
+    all_tiles = tiles
+    second_row = row
+    second_length = length
+    if SECOND != "none":
+        second_length = tl.minimum(tl.load(second_lens + token), second_width)
+        second_length = tl.where(sees, tl.maximum(second_length, 0), 0)
+        second_row = second_rows + token * second_rows_stride
+        all_tiles += tl.cdiv(second_length, KEYS)
+    each = tl.where(share != 0, share, tl.cdiv(all_tiles, splits))
+    first = tl.minimum(split * each, all_tiles)
+    last = tl.minimum(first + each, all_tiles)
+
+    queries = q + token * q_row + head * q_head
+    window = (row, length, width, pages, scale, page_stride, data_stride, scale_start, scale_stride, entries, num_slots, magic,
+              shift)  # fmt: skip
+    second = (second_row, second_length, second_width, second_pages, second_scale, second_page_stride, second_data_stride,
+              second_scale_start, second_scale_stride, second_entries, second_num_slots, second_magic,
+              second_shift)  # fmt: skip
+    to = out + token * out_row + head * out_head
+    to_lse = lse + token * heads + head
+    partial = number.to(tl.int64) * splits + split
+    # Each half has a loop of its own, so that no branch stands inside one.
+    for half in tl.static_range(HALVES):
+        if tl.program_id(0) % HALVES == half:
+            peak, total, acc = attend(
+                queries, real, window, second, first, tiles, last, factor,
+                LAYOUT, FNUZ, SECOND, SECOND_FNUZ, ALIGNED, TILE, KEYS, HW_FP8, PARTS, STAGES, OWN, half * OWN,
+            )  # fmt: skip
+            if splits == 1:
+                write_result(to, to_lse, sink + head, real, has_lse, peak, total, acc, ALIGNED, PARTS, OWN, half * OWN)
+            else:
+                write_partial(sums, peaks, partial, first < last, peak, total, acc, TILE, PARTS, OWN, half * OWN)

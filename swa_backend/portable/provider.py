@@ -1,0 +1,114 @@
+"""The portable Triton kernels as an attention provider: any layout, one or two caches, any head count to 128."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from swa_backend.cache_layout import HEAD_DIM
+from swa_backend.config import MAX_HEADS_PER_RANK
+from swa_backend.provider import AttentionProvider
+
+if TYPE_CHECKING:
+    import torch
+
+    from swa_backend.config import BackendConfig
+    from swa_backend.platform import Target
+    from swa_backend.portable.launch import SparseAttention
+    from swa_backend.provider import AttentionCall, AttentionShape
+
+_OLDEST_CUDA = 80
+
+
+class TritonAttention(AttentionProvider):
+    """Kernels of the library's own in Triton; they read pages in place and allocate nothing per call.
+
+    Args:
+        target: the chip; None = that of the builder's device.
+        units: compute units to plan for; None = the chip's.
+    """
+
+    name = "triton"
+
+    def __init__(self, target: Target | None = None, units: int | None = None) -> None:
+        self._target = target
+        self._units = units
+        self._attention: dict[torch.device, SparseAttention] = {}
+
+    def supports(self, shape: AttentionShape) -> Sequence[str]:
+        """Every reason why the shape cannot be served; empty when it can."""
+        reasons: list[str] = []
+        if not 1 <= shape.num_heads <= MAX_HEADS_PER_RANK:
+            reasons.append(f"num_heads is {shape.num_heads}; it takes 1 to {MAX_HEADS_PER_RANK}")
+        if shape.head_dim != HEAD_DIM:
+            reasons.append(f"head_dim is {shape.head_dim}; it takes {HEAD_DIM}")
+        reasons.extend(_triton_reasons())
+        arch = self._arch_of(shape.device)
+        if arch is not None and arch < _OLDEST_CUDA:
+            reasons.append(f"sm{arch} has no bf16 matrix units; it takes sm{_OLDEST_CUDA} and later")
+        return tuple(reasons)
+
+    def reserve(self, config: BackendConfig, device: torch.device) -> None:
+        """Allocate what the steps of a configuration take on a device."""
+        self._on(device).reserve(config)
+
+    def decode(self, call: AttentionCall) -> None:
+        """Write the rows of the decode tokens, padded ones included."""
+        from swa_backend.portable.launch import WindowRows
+
+        metadata = call.metadata
+        rows = WindowRows(
+            metadata.decode_swa_indices,
+            metadata.decode_swa_lens,
+            metadata.decode_swa_ragged_indices,
+            metadata.decode_swa_ragged_indptr,
+        )
+        self._on(call.q.device).attend(call, 0, metadata.num_decode_tokens, rows)
+
+    def prefill(self, call: AttentionCall) -> None:
+        """Write the rows of the prefill tokens, padded ones included."""
+        from swa_backend.portable.launch import WindowRows
+
+        metadata = call.metadata
+        if metadata.prefill_swa_indices is None or metadata.prefill_swa_lens is None:
+            return
+        attention = self._on(call.q.device)
+        if attention.window.supports(call):
+            attention.window.attend(call)
+            return
+        rows = WindowRows(
+            metadata.prefill_swa_indices,
+            metadata.prefill_swa_lens,
+            metadata.prefill_swa_ragged_indices,
+            metadata.prefill_swa_ragged_indptr,
+        )
+        attention.attend(call, metadata.num_decode_tokens, metadata.num_prefill_tokens, rows)
+
+    def _on(self, device: torch.device) -> SparseAttention:
+        found = self._attention.get(device)
+        if found is None:
+            from swa_backend.portable.launch import SparseAttention
+
+            found = self._attention[device] = SparseAttention(device, self._target, self._units)
+        return found
+
+    def _arch_of(self, device: torch.device | None) -> int | None:
+        """Compute capability of an NVIDIA chip; None for others, and where it is not known yet."""
+        if self._target is not None:
+            return int(self._target.arch) if self._target.vendor == "cuda" else None
+        if device is None or device.type != "cuda":
+            return None
+        import torch
+
+        if torch.version.cuda is None:
+            return None
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+
+
+def _triton_reasons() -> tuple[str, ...]:
+    try:
+        import triton  # noqa: F401
+    except Exception as error:  # a broken package may raise anything
+        return (f"Triton cannot be imported ({type(error).__name__}: {error})",)
+    return ()
