@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from swa_backend._math import cdiv
 from swa_backend.fuzz.case import Case, Knobs
 from swa_backend.fuzz.pages import MAIN, SECOND, Tables
 
@@ -172,7 +173,7 @@ class Step:
         foreign = rng.random(len(self.row)) < (0.3 if dice.random() * 1000 < knobs.foreign else 0.0)
         stored = np.empty(0, dtype=np.int64)
         for name, group in tables.groups.items():
-            table = self._table(name, tables, rng)
+            table = self._table(name, tables, cdiv(knobs.max_len, group.page_tokens), rng)
             pages[name] = table.copy()
             if name in (MAIN, SECOND):
                 page = table[self.row, self.position // group.page_tokens].astype(np.int64)
@@ -196,15 +197,10 @@ class Step:
                 given[name] = table[:, : self.tables[name].shape[1]]
         return replace(self, tables=given, pages=pages, slots=slots, stored=stored)
 
-    def _table(self, group: str, tables: Tables, rng: np.random.Generator) -> np.ndarray:
-        """[R, C] page numbers; rows of padding hold garbage."""
-        columns = -(-self._max_len(tables) // tables.groups[group].page_tokens)
+    def _table(self, group: str, tables: Tables, columns: int, rng: np.random.Generator) -> np.ndarray:
+        """[R, columns] page numbers; rows of padding hold garbage."""
         table = rng.integers(-1, 2**31 - 1, (len(self.parts), columns), dtype=np.int32)
         for row, part in enumerate(self.parts):
             if part.request is not None:
                 table[row] = tables.tables(group, [part.request.number])[0]
         return table
-
-    @staticmethod
-    def _max_len(tables: Tables) -> int:
-        return tables._max_model_len
