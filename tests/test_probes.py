@@ -10,6 +10,8 @@ import pytest
 import swa_platform_cpu
 import swa_platform_cuda
 import swa_platform_rocm
+from swa_backend.backend import Backend
+from swa_backend.doctor import _shapes
 from swa_backend.errors import PlatformError, ProviderError
 from swa_backend.layer_types import LayerType
 from swa_backend.machine import Machine, hides_devices, load_library
@@ -168,3 +170,15 @@ def test_parts_of_a_gpu_platform(platform):
     assert platform.load_providers(None)[-1].name == "reference"
     target = Target("cuda", "120") if platform.name == "cuda" else None
     assert set(platform.load_scheduler(target).fresh_plans([LayerType.SWAONLY]).values()) == {None}
+
+
+def test_x5_triton_is_refused_on_a_chip_without_bf16_products(monkeypatch):
+    import torch
+
+    triton = next(one for one in swa_platform_cuda.PLATFORM.load_providers(None) if one.name == "triton")
+    shape = next(iter(_shapes(Backend(swa_platform_cuda.PLATFORM, Target("cuda", "90"))).values()))
+    assert triton.supports(shape) == ()
+    old = "the compute capability 75 is below 80, the first with bf16"
+    for capability, reasons in (((7, 5), (old,)), ((8, 0), ())):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert triton.supports(replace(shape, device=torch.device("cuda", 0))) == reasons

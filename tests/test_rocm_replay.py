@@ -66,7 +66,7 @@ def test_a_replay_on_the_whole_platform_finds_nothing_wrong(platform: Backend, t
     trace = write_trace(tmp_path, [(140, 3), (20, 6)])
     before = stats().launches
     options = ReplayOptions(
-        trace=trace, model=model, verify="all", drafts=2, max_batched_tokens=80, max_seqs=4, pages=8, data="arbitrary"
+        trace=trace, model=model, verify="all", drafts=2, max_batched_tokens=80, max_seqs=4, pages=8
     )
     report = run_replay(options)
     assert report.mismatches == 0, report.examples

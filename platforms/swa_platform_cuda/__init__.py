@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from swa_backend.platform import NoTileScheduler, Platform, Target, TileScheduler
-from swa_platform_cuda.probe import check_target, probe
+from swa_platform_cuda.probe import check_target, probe, reasons_against
 
 if TYPE_CHECKING:
+    import torch
+
     from swa_backend.builder import DeepseekSparseSWAMetadataBuilder
     from swa_backend.operations import Operations
     from swa_backend.provider import AttentionProvider
@@ -49,7 +51,10 @@ def _load_providers(target: Target | None) -> Sequence[AttentionProvider]:
     from swa_backend.reference.provider import ReferenceAttention
     from swa_platform_cuda.flashmla_provider import FlashMLAAttention
 
-    return (FlashMLAAttention(target), TritonAttention(target), ReferenceAttention())
+    def too_old(device: torch.device | None) -> tuple[str, ...]:
+        return reasons_against(target, device)
+
+    return (FlashMLAAttention(target), TritonAttention(target, chip_reasons=too_old), ReferenceAttention())
 
 
 PLATFORM = Platform(

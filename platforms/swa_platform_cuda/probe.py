@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import re
+from typing import TYPE_CHECKING
 
 from swa_backend.machine import Machine
 from swa_backend.platform import Probe, Target
+
+if TYPE_CHECKING:
+    import torch
 
 _NODES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl")
 _WSL_NODE = "/dev/dxg"
@@ -74,3 +78,18 @@ def check_target(target: Target) -> tuple[str, ...]:
     elif int(target.arch) < _OLDEST_ARCH:
         reasons.append(f"the compute capability {target.arch} is below {_OLDEST_ARCH}, the first with bf16")
     return tuple(reasons)
+
+
+def reasons_against(target: Target | None, device: torch.device | None) -> tuple[str, ...]:
+    """Reasons why kernels cannot be compiled for the target's chip, else for a device's; none where neither is known.
+
+    A device's driver is asked: for a builder, not for a probe.
+    """
+    if target is None:
+        if device is None or device.type != "cuda":
+            return ()
+        import torch
+
+        major, minor = torch.cuda.get_device_capability(device)
+        target = Target("cuda", f"{major}{minor}")
+    return check_target(target)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from swa_backend.cache_layout import HEAD_DIM
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from swa_backend.portable.launch import SparseAttention
     from swa_backend.provider import AttentionCall, AttentionShape
 
-_OLDEST_CUDA = 80
-
 
 class TritonAttention(AttentionProvider):
     """Kernels of the library's own in Triton; they read pages in place and allocate nothing per call.
@@ -26,13 +24,20 @@ class TritonAttention(AttentionProvider):
     Args:
         target: the chip; None = that of the builder's device.
         units: compute units to plan for; None = the chip's.
+        chip_reasons: the platform's reasons against a device's chip (None: where it is not known yet).
     """
 
     name = "triton"
 
-    def __init__(self, target: Target | None = None, units: int | None = None) -> None:
+    def __init__(
+        self,
+        target: Target | None = None,
+        units: int | None = None,
+        chip_reasons: Callable[[torch.device | None], Sequence[str]] = lambda device: (),
+    ) -> None:
         self._target = target
         self._units = units
+        self._chip_reasons = chip_reasons
         self._attention: dict[torch.device, SparseAttention] = {}
 
     def supports(self, shape: AttentionShape) -> Sequence[str]:
@@ -43,9 +48,7 @@ class TritonAttention(AttentionProvider):
         if shape.head_dim != HEAD_DIM:
             reasons.append(f"head_dim is {shape.head_dim}; it takes {HEAD_DIM}")
         reasons.extend(_triton_reasons())
-        arch = self._arch_of(shape.device)
-        if arch is not None and arch < _OLDEST_CUDA:
-            reasons.append(f"sm{arch} has no bf16 matrix units; it takes sm{_OLDEST_CUDA} and later")
+        reasons.extend(self._chip_reasons(shape.device))
         return tuple(reasons)
 
     def reserve(self, config: BackendConfig, device: torch.device) -> None:
@@ -91,19 +94,6 @@ class TritonAttention(AttentionProvider):
 
             found = self._attention[device] = SparseAttention(device, self._target, self._units)
         return found
-
-    def _arch_of(self, device: torch.device | None) -> int | None:
-        """Compute capability of an NVIDIA chip; None for others, and where it is not known yet."""
-        if self._target is not None:
-            return int(self._target.arch) if self._target.vendor == "cuda" else None
-        if device is None or device.type != "cuda":
-            return None
-        import torch
-
-        if torch.version.cuda is None:
-            return None
-        major, minor = torch.cuda.get_device_capability(device)
-        return 10 * major + minor
 
 
 def _triton_reasons() -> tuple[str, ...]:
