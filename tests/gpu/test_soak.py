@@ -65,7 +65,7 @@ class Inputs:
 
 
 class Soak:
-    """Steps of an engine's history, the captured ones from a graph and an eager one after every fifth of them.
+    """Steps of an engine's history, the captured ones from a graph and an eager one after every tenth of them.
 
     Every round repeats them over the same caches.
     """
@@ -98,7 +98,7 @@ class Soak:
         while captured < ROUND:
             step = engine.step()
             assert step is not None, "the history is too short"
-            if len(step.row) and (step.captured or 5 * (len(made) - captured) < captured):
+            if len(step.row) and (step.captured or 10 * (len(made) - captured) < captured):
                 made.append(self._input(step))
                 captured += step.captured
             engine.finish(step)
@@ -165,9 +165,13 @@ def test_20000_captured_steps_leave_memory_as_it_was() -> None:
     last = soak.round()
     gc.collect()
     device, host = device_bytes(), host_bytes()
-    for _ in range(REPLAYS // ROUND):
+    for number in range(REPLAYS // ROUND):
         del last
         last = soak.round()
+        if number % 20 == 0:
+            print(
+                f"{number * ROUND} replays, host {host_bytes() / MEGABYTE:.1f} MiB, device {device_bytes()}", flush=True
+            )
     gc.collect()
     after, host_after = device_bytes(), host_bytes()
     print(f"device {device} -> {after}, host {host / MEGABYTE:.1f} -> {host_after / MEGABYTE:.1f} MiB")
