@@ -132,7 +132,7 @@ def steps(names: Sequence[str], drafts: int, seed: int) -> Iterator[Any]:
     rng = np.random.default_rng(seed)
     requests = [
         Request(number, number + 1, 0.0, int(rng.integers(1, 3000)), int(rng.integers(1, 24)), None)
-        for number in range(60)
+        for number in range(36)
     ]
     manager = BlockManager([GroupSpec(name, PAGE, 4000, window=WINDOW) for name in names], 16384, seed)
     histories = Histories(requests, seed, ())

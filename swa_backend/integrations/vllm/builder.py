@@ -62,19 +62,14 @@ class Builds:
             first.device,
             swa_groups=[SwaGroup(name, one.block_size) for name, one in zip(names, members[1:], strict=True)],
         )
-        self._names = names
         self._max_model_len = first.max_model_len
 
     def launch(self, batch: SharedBatch) -> Callable[[], tuple[DeepseekSparseSWAMetadata, ...]]:
         """Build all groups in one launch; the function that is returned puts the metadata of each together."""
-        commons, names = batch.commons, self._names
+        commons = batch.commons
         taken = _batch(commons[0], batch.replay_start, self._max_model_len)
-        groups = None
-        if names:
-            groups = {
-                name: (one.block_table_tensor, one.slot_mapping) for name, one in zip(names, commons[1:], strict=True)
-            }
-        return partial(_of_each_group, self.builder.build(0, taken, groups=groups))
+        launched: Any = self.builder.build(0, taken, groups=commons[1:])  # type: ignore[arg-type]  # see engine
+        return partial(_of_each_group, launched)
 
 
 def _of_each_group(assemble: Any) -> tuple[DeepseekSparseSWAMetadata, ...]:
@@ -85,19 +80,20 @@ def _of_each_group(assemble: Any) -> tuple[DeepseekSparseSWAMetadata, ...]:
 def _batch(common: Any, replay_start: torch.Tensor | None, max_model_len: int) -> CommonAttentionMetadata:
     """vLLM's batch as this library takes it; what reaches past its requests or tokens is left out."""
     requests, tokens = common.num_reqs, common.num_actual_tokens
+    starts, starts_cpu, lens = common.query_start_loc, common.query_start_loc_cpu, common.seq_lens
     return CommonAttentionMetadata(
-        query_start_loc=first(common.query_start_loc, requests + 1),
-        query_start_loc_cpu=first(common.query_start_loc_cpu, requests + 1),
-        seq_lens=first(common.seq_lens, requests),
-        num_reqs=requests,
-        num_actual_tokens=tokens,
-        max_query_len=int(common.max_query_len),
-        max_seq_len=min(int(common.max_seq_len), max_model_len),  # vLLM's bound may count drafts past the end
-        block_table_tensor=first(common.block_table_tensor, requests),
-        slot_mapping=first(common.slot_mapping, tokens),
-        seq_lens_cpu_upper_bound=first(common.seq_lens_cpu_upper_bound, requests),
-        causal=common.causal,
-        mm_req_doc_ranges=common.mm_req_doc_ranges,
+        starts if starts.size(0) == requests + 1 else starts[: requests + 1],
+        starts_cpu if starts_cpu.size(0) == requests + 1 else starts_cpu[: requests + 1],
+        lens if lens.size(0) == requests else lens[:requests],
+        requests,
+        tokens,
+        int(common.max_query_len),
+        min(int(common.max_seq_len), max_model_len),  # vLLM's bound may count drafts past the end
+        first(common.block_table_tensor, requests),
+        first(common.slot_mapping, tokens),
+        first(common.seq_lens_cpu_upper_bound, requests),
+        common.causal,
+        common.mm_req_doc_ranges,
         replay_start=first(replay_start, requests),
     )
 
@@ -126,6 +122,7 @@ def _replacing(base: Any, sparse_swa: ModuleType, attention: VllmAttention | Non
                 self._take_attention(attention)
             self.pending_cls = metadata_classes(self.metadata_class).pending
             self._builds: dict[tuple[Any, ...], Builds] = {}  # by the builders that are built together, this one first
+            self._latest: tuple[list[Any], Builds] | None = None
             self._plan_fields: tuple[str, ...] | None = None
             self.group_kind = _kind(self.swa_config, self.ragged, device)
             warm_builds(self.swa_backend, self.swa_config, device, ragged=self.ragged)
@@ -156,10 +153,13 @@ def _replacing(base: Any, sparse_swa: ModuleType, attention: VllmAttention | Non
             return self._builds_of(batch).launch(batch)
 
         def _builds_of(self, batch: SharedBatch) -> Builds:
+            if self._latest is not None and self._latest[0] == batch.builders:
+                return self._latest[1]
             key = tuple(batch.builders)
             found = self._builds.get(key)
             if found is None:
                 found = self._builds[key] = Builds(key)
+            self._latest = batch.builders, found
             return found
 
         def fields_of(self, batch: SharedBatch, group: int) -> dict[str, Any]:

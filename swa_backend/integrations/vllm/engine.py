@@ -101,26 +101,27 @@ def builder_class(backend: Backend, ragged: bool) -> type[DeepseekSparseSWAMetad
                 super()._give_plans(metadata)
 
         def _group_inputs(self, batch: Any, groups: Any) -> Any:
+            """Inputs of every group; ``groups`` are vLLM's batches of those after the first one."""
             inputs = [(batch.block_table_tensor, batch.slot_mapping)]
-            if groups is not None:
-                requests, slots_shape, device = batch.num_reqs, batch.slot_mapping.shape, batch.slot_mapping.device
-                for table, slots in groups.values():
-                    if not (
-                        table.dtype is torch.int32
-                        and table.dim() == 2
-                        and table.shape[0] == requests
-                        and table.stride(1) == 1
-                        and slots.dtype is torch.int64
-                        and slots.shape == slots_shape
-                        and slots.is_contiguous()
-                        and table.device == slots.device == device
-                    ):
-                        tokens = batch.num_actual_tokens
-                        whole = {
-                            name: (first(one, requests), first(own, tokens)) for name, (one, own) in groups.items()
-                        }
-                        return super()._group_inputs(batch, whole)  # says what is wrong, if anything
-                    inputs.append((table, slots))
+            requests, tokens, place = batch.num_reqs, batch.num_actual_tokens, batch.slot_mapping.get_device()
+            for one in groups:
+                table, slots = one.block_table_tensor, one.slot_mapping
+                # In as few operations as possible; False means only that a closer look is needed.
+                if not (
+                    table.dtype is torch.int32
+                    and slots.dtype is torch.int64
+                    and table.dim() == 2
+                    and table.size(0) == requests
+                    and table.stride(1) == 1
+                    and slots.dim() == 1
+                    and slots.numel() == tokens
+                    and slots.is_contiguous()
+                    and table.get_device() == slots.get_device() == place
+                ):
+                    cut = [(first(i.block_table_tensor, requests), first(i.slot_mapping, tokens)) for i in groups]
+                    named = dict(zip(self._further_groups, cut, strict=True))
+                    return super()._group_inputs(batch, named)  # says what is wrong, if anything
+                inputs.append((table, slots))
             return tuple(inputs)
 
     return LaunchingBuilder

@@ -61,7 +61,7 @@ class SharedBatch:
             and not self.launched
             and len(builders) < GROUPS
             and builder not in builders
-            and (_is_same(first, common) or _equals(first, common))
+            and _equals(first, common)
             and (replay_start is self.replay_start or _same(self.replay_start, replay_start))
         )
 
@@ -77,20 +77,6 @@ class SharedBatch:
         if self._assemble is not None:
             self._ours, self._assemble = self._assemble(), None
         return self._ours[group]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """What two groups of one batch are in vLLM's loops: made of the same objects."""
-    return (
-        one.seq_lens is other.seq_lens
-        and one.query_start_loc is other.query_start_loc
-        and one.query_start_loc_cpu is other.query_start_loc_cpu
-        and one.seq_lens_cpu_upper_bound is other.seq_lens_cpu_upper_bound
-        and one.num_actual_tokens == other.num_actual_tokens
-        and one.max_query_len == other.max_query_len
-        and one.causal is other.causal
-        and one.mm_req_doc_ranges is other.mm_req_doc_ranges
-    )
 
 
 def _equals(one: Any, other: Any) -> bool:
@@ -134,8 +120,26 @@ _step = _Step()
 def note(builder: Any, common: Any, replay_start: torch.Tensor | None) -> Any:
     """Note a build and return the object that it will fill. Outside of vLLM's loops it is launched at once."""
     batches = _step.batches
-    if batches and batches[-1].takes(builder, common, replay_start):
+    if batches:
+        # What nearly every call finds: the batch of the call before, made of the same objects.
         batch = batches[-1]
+        builders, first = batch.builders, batch.commons[0]
+        if not (
+            first.seq_lens is common.seq_lens
+            and first.query_start_loc is common.query_start_loc
+            and first.query_start_loc_cpu is common.query_start_loc_cpu
+            and first.seq_lens_cpu_upper_bound is common.seq_lens_cpu_upper_bound
+            and first.num_actual_tokens == common.num_actual_tokens
+            and first.max_query_len == common.max_query_len
+            and first.causal is common.causal
+            and first.mm_req_doc_ranges is common.mm_req_doc_ranges
+            and builder.group_kind is builders[0].group_kind
+            and replay_start is batch.replay_start
+            and not batch.launched
+            and len(builders) < GROUPS
+            and builder not in builders
+        ):
+            batch = _open(batches, builder, common, replay_start)
     else:
         batch = _open(batches, builder, common, replay_start)
     group = len(batch.builders)
