@@ -15,7 +15,8 @@ pytest.register_assert_rewrite("tests.flashmla_fake")
 
 from swa_backend.backend import Backend  # noqa: E402
 from swa_backend.bench import step as bench  # noqa: E402
-from swa_backend.bench.step import DecodeStep, PeerStep  # noqa: E402
+from swa_backend.bench.decode_step import DecodeStep  # noqa: E402
+from swa_backend.bench.step import PeerStep  # noqa: E402
 from swa_backend.bench.timing import Timing  # noqa: E402
 from swa_backend.config import ModelConfig  # noqa: E402
 from swa_backend.layer_types import LayerType  # noqa: E402

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swa_backend.bench.step import DecodeStep
+from swa_backend.bench.decode_step import DecodeStep
 from swa_backend.registry import get_backend
 
 pytestmark = pytest.mark.gpu
