@@ -1,7 +1,9 @@
 """Tile plans: how FlashMLA's decode shares its work among multiprocessors, one for each layer type and step.
 
 A plan is made from the lengths by the first decode that uses it. In a graph capture that happens inside the captured
-call, so that every replay plans again from the lengths of its own step.
+call, so that every replay plans again from the lengths of its own step; each capture of one metadata object plans for
+itself. A captured build that is replayed without the attention calls is one that nothing here can see: what attends to
+a step has to be captured with its build, or follow a build that was not.
 """
 
 from __future__ import annotations
