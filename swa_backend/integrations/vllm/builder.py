@@ -44,8 +44,8 @@ class Builds:
     """
 
     def __init__(self, members: tuple[Any, ...]) -> None:
-        first = members[0]
-        if capture_id(torch.empty(0, device=first.device)):
+        main = members[0]
+        if capture_id(torch.empty(0, device=main.device)):
             raise BatchError(
                 "build",
                 found="the first build of these cache groups inside a graph capture",
@@ -53,16 +53,16 @@ class Builds:
                 fix="Run a step of these groups before it is captured.",
             )
         names = [str(number) for number in range(1, len(members))]
-        backend = first.swa_backend
-        spec = cache_spec(first.kv_cache_spec, first.swa_config, backend.cache_dialect(CacheRole.SWA))
-        self.builder: DeepseekSparseSWAMetadataBuilder = builder_class(backend, first.ragged)(
+        backend = main.swa_backend
+        spec = cache_spec(main.kv_cache_spec, main.swa_config, backend.cache_dialect(CacheRole.SWA))
+        self.builder: DeepseekSparseSWAMetadataBuilder = builder_class(backend, main.ragged)(
             spec,
             [name for member in members for name in member.layer_names],
-            first.swa_config,
-            first.device,
+            main.swa_config,
+            main.device,
             swa_groups=[SwaGroup(name, one.block_size) for name, one in zip(names, members[1:], strict=True)],
         )
-        self._max_model_len = first.max_model_len
+        self._max_model_len = main.max_model_len
 
     def launch(self, batch: SharedBatch) -> Callable[[], tuple[DeepseekSparseSWAMetadata, ...]]:
         """Build all groups in one launch; the function that is returned puts the metadata of each together."""

@@ -75,7 +75,7 @@ def builder_class(backend: Backend, ragged: bool) -> type[DeepseekSparseSWAMetad
     """The platform's builder class, with ragged copies of the rows or without, whose `build` only launches.
 
     What it returns is a function that puts the metadata together: vLLM's layers may never look at it, as when a graph
-    of the whole step is replayed.
+    of the whole step is replayed. Its ``groups`` are vLLM's batches of the further groups, in their order.
     """
     own: Any = backend.get_builder_cls()
 
@@ -101,10 +101,10 @@ def builder_class(backend: Backend, ragged: bool) -> type[DeepseekSparseSWAMetad
                 super()._give_plans(metadata)
 
         def _group_inputs(self, batch: Any, groups: Any) -> Any:
-            """Inputs of every group; ``groups`` are vLLM's batches of those after the first one."""
+            """(block table, slot mapping) of every group."""
             inputs = [(batch.block_table_tensor, batch.slot_mapping)]
             requests, tokens, place = batch.num_reqs, batch.num_actual_tokens, batch.slot_mapping.get_device()
-            for one in groups:
+            for one in groups or ():
                 table, slots = one.block_table_tensor, one.slot_mapping
                 # In as few operations as possible; False means only that a closer look is needed.
                 if not (
@@ -113,7 +113,6 @@ def builder_class(backend: Backend, ragged: bool) -> type[DeepseekSparseSWAMetad
                     and table.dim() == 2
                     and table.size(0) == requests
                     and table.stride(1) == 1
-                    and slots.dim() == 1
                     and slots.numel() == tokens
                     and slots.is_contiguous()
                     and table.get_device() == slots.get_device() == place
