@@ -38,6 +38,23 @@ def _reduce(n=512):
     return values, total, largest, running
 
 
+@triton.jit
+def rows_of_their_own(values, sums, stride, N: tl.constexpr):
+    row = tl.program_id(0)
+    v = tl.load(values + row * stride + tl.arange(0, N))
+    tl.store(sums + row, tl.sum(v, 0))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_program_may_have_a_buffer_of_its_own_and_sum_floats(target):
+    """300 base addresses, and float lanes that are moved as they are."""
+    values = torch.randint(-50, 50, (300, 64), generator=torch.Generator().manual_seed(4)).float()
+    sums = torch.full((300,), -1.0)
+    with simulate(target):
+        rows_of_their_own[(300,)](values, sums, 64, 64)
+    assert torch.equal(sums, values.sum(1))
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("backwards", [False, True])
 def test_integers_are_exact(target, backwards):

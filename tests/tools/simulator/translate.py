@@ -24,6 +24,7 @@ ANY_TYPE = (
     "mfma_scale_f32_16x16x128_f8f6f4",
     "mfma_scale_f32_32x32x64_f8f6f4",
 )
+SAME_BITS = {"readlane_f32": "readlane_i32", "update_dpp_f32": "update_dpp_i32"}  # they move 32 bits as they are
 
 
 SITE = "$site"  # stands for the number of its line until all lines are there
@@ -163,6 +164,7 @@ def _handler(name: str, known: frozenset[str]) -> str | None:
     for general in ANY_TYPE:
         if name.startswith(general):
             return f"amd_{general}"
+    name = SAME_BITS.get(name, name)
     return f"amd_{name}" if name in known else None
 
 

@@ -7,7 +7,7 @@ static int count;
 
 void forget_buffers(void) { count = 0; }
 
-/* One record for each different resource: a kernel makes few, and every work-item makes the same. */
+/* One record for each different resource: a workgroup makes few, and every work-item of it makes the same. */
 INTRINSIC(make_buffer_rsrc) { /* base, stride, bytes, flags */
     char *base = *(char **)a[0];
     u64 bytes = *(u64 *)a[2] & 0xFFFFFFFF;

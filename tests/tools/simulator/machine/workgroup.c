@@ -121,12 +121,12 @@ const char *run_grid(void **args, int count, int lanes, int gfx950, int backward
                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stacks == MAP_FAILED) return stacks = 0, "no memory for the stacks";
     kernel_args = args, wave_size = lanes, is_gfx950 = gfx950, message[0] = 0;
-    forget_buffers();
     memset(hidden_arguments, 0xAB, sizeof hidden_arguments);
     hidden_arguments[0] = x, hidden_arguments[1] = y, hidden_arguments[2] = z;
     for (workgroup[2] = 0; workgroup[2] < z; workgroup[2]++)
         for (workgroup[1] = 0; workgroup[1] < y; workgroup[1]++)
             for (workgroup[0] = 0; workgroup[0] < x; workgroup[0]++) {
+                forget_buffers();
                 run_workgroup(count, backwards);
                 if (message[0]) return message;
             }
