@@ -432,10 +432,10 @@ def test_a_loop_that_fails_leaves_nothing_open(fake: Fake, monkeypatch: pytest.M
 
 def test_replay_starts_reach_the_rows(fake: Fake) -> None:
     builders, batches = make(fake, count=2), group_batches(2, Batch([40], [300]))
-    starts = torch.tensor([280], dtype=torch.int32)
+    starts = torch.tensor([240], dtype=torch.int32)
     for metadata in together(build_attn_metadata)(builders, batches, replay_start=starts):
         assert metadata.replay_start is starts
-        assert metadata.prefill_swa_lens.tolist() == [max(position - 279, 0) for position in range(260, 300)]
+        assert metadata.prefill_swa_lens.tolist() == [min(128, position - 239) for position in range(260, 300)]
 
 
 def test_loops_are_wrapped_wherever_they_are_known(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,7 +496,7 @@ def test_draft_updates_equal_a_fresh_build(ragged: bool, fake: Fake) -> None:
     for metadata, plan, batch in zip(made, plans, batches, strict=True):
         assert isinstance(metadata.tile_sched_swaonly, Plan)
         assert metadata.tile_sched_swaonly is not plan
-        same(metadata, make(fake, original=original, k=2)[0].build(0, batch))
+        same(metadata, make(fake, original=original, k=2)[0].build(0, dataclasses.replace(batch, max_seq_len=201)))
 
 
 def test_an_update_of_nothing_or_of_something_else(fake: Fake) -> None:
