@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from swa_backend.attention import attend
 from swa_backend.cache import DeepseekV4SWACache
 from swa_backend.cache_layout import Dialect, get_layout
 from swa_backend.pages import PageView
@@ -20,6 +21,7 @@ from swa_backend.transcode import transcode_pages
 from swa_backend.write import write_kv
 from swa_platform_rocm.aiter_room import Room
 from swa_platform_rocm.aiter_rows import ragged_rows
+from swa_platform_rocm.builder import GraphSupport
 from tests.independent_codec import Pool
 from tests.kernels.pools import bits_of, wild_keys
 from tests.rocm_support import GFX942, GFX950, rocm_backend, rocm_builder
@@ -50,9 +52,8 @@ def test_a_replay_of_v4_flash(target: str, drafts: int, tmp_path: Path, monkeypa
     backend = rocm_backend(DEVICE, target)
     monkeypatch.setattr(runner, "get_backend", lambda name: backend)
     options = ReplayOptions(
-        trace=write_trace(tmp_path, [(900, 12), (20, 30), (300, 5)]), drafts=drafts, data="arbitrary", pages=64,
-        max_batched_tokens=512,
-    )  # fmt: skip
+        trace=write_trace(tmp_path, [(900, 12), (20, 30), (300, 5)]), drafts=drafts, pages=64, max_batched_tokens=512
+    )
     report = run_replay(options)
     print(target, drafts, report.provider, report.worst_error, report.tokens_verified, report.steps)
     assert report.mismatches == 0, report.examples
@@ -104,6 +105,38 @@ def test_ragged_rows_of_a_captured_draft_update_follow_the_inputs() -> None:
         fresh = rocm_builder(config, DEVICE, num_pages=90).build(0, batch)
         assert entries(metadata, "decode") == entries(fresh, "decode") == from_dense(fresh, "decode")
         assert metadata.decode_swa_ragged_indptr.tolist() == fresh.decode_swa_ragged_indptr.tolist()
+
+
+def test_a_decode_step_in_a_graph_is_what_the_builder_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build and attention, captured once, follow lengths, slots and table; every output is that of an eager step."""
+    monkeypatch.delenv("SWA_BACKEND_ATTENTION", raising=False)
+    backend = rocm_backend(DEVICE)
+    builder = rocm_builder(make_config(num_heads=16), DEVICE, num_pages=40)
+    assert builder.graph_support is GraphSupport.DECODE
+    cache = DeepseekV4SWACache(512, 128, torch.uint8, "window", None, backend)
+    cache.bind_kv_cache(cache.allocate(40, DEVICE))
+    generator = torch.Generator().manual_seed(9)
+    write_kv(torch.randn(2560, 512, generator=generator).bfloat16().to(DEVICE), cache, torch.arange(2560).to(DEVICE))
+    table = [[i, 8 + i, 16 + i, 24 + i, 32 + i] for i in range(8)]
+    given = Batch([1] * 8, [130, 5, 200, 64, 128, 129, 1, 300], table=table).metadata("cuda")
+    q, sink = torch.randn(8, 16, 512, generator=generator).bfloat16().to(DEVICE), torch.zeros(16, device=DEVICE)
+    out = torch.empty_like(q)
+
+    def step() -> None:
+        attend(q, builder.capture_build(8, 8, given), cache, sink, out=out)
+
+    graph = captured(step)
+    for number in range(10):
+        given.seq_lens.copy_(torch.randint(1, 320, (8,), generator=generator, dtype=torch.int32))
+        given.slot_mapping.copy_(torch.randint(-1, 2560, (8,), generator=generator))
+        given.block_table_tensor.copy_(torch.randint(0, 40, (8, 5), generator=generator, dtype=torch.int32))
+        q.normal_()
+        out.fill_(torch.nan)
+        graph.replay()
+        eager = rocm_builder(make_config(num_heads=16), DEVICE, num_pages=40)
+        right = attend(q, eager.build(0, given), cache, sink).out
+        torch.testing.assert_close(out, right, rtol=2**-6, atol=2**-8, msg=f"replay {number}")
+        assert not out[given.slot_mapping < 0].any()
 
 
 def test_compressed_rows_for_aiter_are_packed_in_a_captured_graph() -> None:
