@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from swa_backend._math import cdiv, ceil_to
 from swa_backend.attention import attend
 from swa_backend.cache import CompressedCache, DeepseekV4SWACache
 from swa_backend.capture import capture_id
@@ -58,8 +59,9 @@ class Layer:
         if self.ratio == 4:
             self._rows = _rows_buffer(device, tokens, layer.topk_indices_buffer.shape[-1])
         elif self.ratio == 128:
-            width = -(-config.scheduler.max_model_len // 128)
-            self._rows = _rows_buffer(device, tokens, -(-width // _ROW_MULTIPLE) * _ROW_MULTIPLE)
+            width = ceil_to(cdiv(config.scheduler.max_model_len, 128), _ROW_MULTIPLE)
+            self._rows = _rows_buffer(device, tokens, width)
+            self._counting = _counting(device, width)
 
     def attend(self, layer: Any, q: torch.Tensor, positions: torch.Tensor, output: torch.Tensor, context: Any) -> None:
         """The layer's attention over a step.
@@ -133,7 +135,7 @@ class Layer:
         else:
             complete = group.c128a_global_decode_topk_indices
             width = (complete if complete is not None else group.c128a_prefill_topk_indices).shape[-1]
-            topk = _counting(positions.device, width).expand(tokens, width)
+            topk = self._counting[:, :width].expand(tokens, width)
         rows = self._rows[0][: tokens * topk.shape[1]].view(tokens, topk.shape[1])
         lens = self._rows[1][:tokens]
         map_topk(
