@@ -31,6 +31,7 @@ BENCHES: Mapping[str, str] = {
     "cache": "write, gather, index rows",
     "attention": "a layer of each type",
     "step": "a whole V4-Flash decode step",
+    "providers": "the platform's attention providers, as captured graphs",
 }
 _RATIO = "the peer's time over ours (right of 1: ours is faster)"
 _CHANGE = "time before over time after (right of 1: faster than before)"

@@ -1,9 +1,8 @@
 """Sparse multi-query attention over paged caches in place: decode and prefill, one cache or two, any layout.
 
-A program takes one token, a tile of its heads, a share of its keys and, on some chips, half of the values' dimensions.
-Keys come a tile at a time, are decoded to bf16 and serve as values too; the softmax runs online in float32. A program
-that has all keys of its heads writes the result, otherwise it leaves a partial one for
-`swa_backend.kernels.sparse_mla_reduce`.
+A program takes one token, a tile of its heads and a share of its keys. Keys come a tile at a time, are decoded to bf16
+and serve as values too; the softmax runs online in float32. A program that has all keys of its heads writes the
+result, otherwise it leaves a partial one for `swa_backend.kernels.sparse_mla_reduce`.
 """
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803, N806
@@ -66,6 +65,24 @@ def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Itera
             yield sparse_mla_key(window, second, config.num_heads, aligned=aligned)
 
 
+def _tuning(
+    warps: int, heads: int, keys: int, *, parts: int, hw_fp8: bool = False, stages: int = 1, spread: bool = False
+) -> Tuning:
+    tiles = {"MOST_HEADS": heads, "KEYS": keys, "HW_FP8": hw_fp8, "PARTS": parts, "STAGES": stages, "SPREAD": spread}
+    return Tuning(warps, 1, tiles={name: int(value) for name, value in tiles.items()})
+
+
+# cuda:90 is measured, the others are what compiles without a spill.
+TUNING = {
+    "cuda:90": _tuning(8, 64, 64, parts=4, hw_fp8=True, spread=True),
+    "cuda": _tuning(8, 16, 32, parts=4, hw_fp8=True, stages=2),
+    "cuda:80": _tuning(8, 16, 32, parts=4, stages=2),
+    "cuda:86": _tuning(8, 16, 32, parts=4, stages=2),
+    "interpret": _tuning(4, 64, 128, parts=1),
+    "": _tuning(4, 16, 16, parts=8),
+}
+
+
 @kernel(
     types={
         "q": "*bf16",  # [tokens, heads, 512]
@@ -96,15 +113,7 @@ def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Itera
         **CACHE_TYPES,
         **{f"second_{name}": kind for name, kind in CACHE_TYPES.items()},
     },
-    tuning={
-        "cuda:90": Tuning(
-            8, 1, tiles={"MOST_HEADS": 64, "KEYS": 64, "HW_FP8": 1, "PARTS": 4, "STAGES": 2, "HALVES": 1}
-        ),
-        "interpret": Tuning(
-            4, 1, tiles={"MOST_HEADS": 64, "KEYS": 128, "HW_FP8": 0, "PARTS": 1, "STAGES": 1, "HALVES": 1}
-        ),
-        "": Tuning(4, 1, tiles={"MOST_HEADS": 16, "KEYS": 16, "HW_FP8": 0, "PARTS": 8, "STAGES": 1, "HALVES": 1}),
-    },
+    tuning=TUNING,
     keys=_keys,
 )
 def sparse_mla(
@@ -116,16 +125,13 @@ def sparse_mla(
     second_entries, second_num_slots, second_magic, second_shift,
     LAYOUT: tl.constexpr, FNUZ: tl.constexpr, SECOND: tl.constexpr, SECOND_FNUZ: tl.constexpr, ALIGNED: tl.constexpr,
     HEADS: tl.constexpr, MOST_HEADS: tl.constexpr, KEYS: tl.constexpr, HW_FP8: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, HALVES: tl.constexpr,
+    STAGES: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """Programs (token, head tile, half of the values; split)."""
     TILE: tl.constexpr = min(HEADS, MOST_HEADS)
-    OWN: tl.constexpr = PARTS // HALVES
     head_tiles = tl.cdiv(heads, TILE)
-    number = tl.program_id(0) // HALVES
     split = tl.program_id(1)
-    token = (number // head_tiles).to(tl.int64)
-    head = (number % head_tiles) * TILE + tl.arange(0, TILE)
+    token = (tl.program_id(0) // head_tiles).to(tl.int64)
+    head = (tl.program_id(0) % head_tiles) * TILE + tl.arange(0, TILE)
     real = head < heads
     head = tl.where(real, head, 0)
 
@@ -150,23 +156,21 @@ def sparse_mla(
     first = tl.minimum(split * each, all_tiles)
     last = tl.minimum(first + each, all_tiles)
 
-    queries = q + token * q_row + head * q_head
-    window = (row, length, width, pages, scale, page_stride, data_stride, scale_start, scale_stride, entries, num_slots, magic,
-              shift)  # fmt: skip
-    second = (second_row, second_length, second_width, second_pages, second_scale, second_page_stride, second_data_stride,
-              second_scale_start, second_scale_stride, second_entries, second_num_slots, second_magic,
-              second_shift)  # fmt: skip
-    to = out + token * out_row + head * out_head
-    to_lse = lse + token * heads + head
-    partial = number.to(tl.int64) * splits + split
-    # Each half has a loop of its own, so that no branch stands inside one.
-    for half in tl.static_range(HALVES):
-        if tl.program_id(0) % HALVES == half:
-            peak, total, acc = attend(
-                queries, real, window, second, first, tiles, last, factor,
-                LAYOUT, FNUZ, SECOND, SECOND_FNUZ, ALIGNED, TILE, KEYS, HW_FP8, PARTS, STAGES, OWN, half * OWN,
-            )  # fmt: skip
-            if splits == 1:
-                write_result(to, to_lse, sink + head, real, has_lse, peak, total, acc, ALIGNED, PARTS, OWN, half * OWN)
-            else:
-                write_partial(sums, peaks, partial, first < last, peak, total, acc, TILE, PARTS, OWN, half * OWN)
+    window = (
+        row, length, width, pages, scale, page_stride, data_stride, scale_start, scale_stride, entries, num_slots,
+        magic, shift,
+    )  # fmt: skip
+    second = (
+        second_row, second_length, second_width, second_pages, second_scale, second_page_stride, second_data_stride,
+        second_scale_start, second_scale_stride, second_entries, second_num_slots, second_magic, second_shift,
+    )  # fmt: skip
+    peak, total, acc = attend(
+        q + token * q_row + head * q_head, real, window, second, first, tiles, last, factor, tl.minimum(heads, 1),
+        LAYOUT, FNUZ, SECOND, SECOND_FNUZ, ALIGNED, TILE, KEYS, HW_FP8, PARTS, STAGES, SPREAD,
+    )  # fmt: skip
+    if splits == 1:
+        to = out + token * out_row + head * out_head
+        write_result(to, lse + token * heads + head, sink + head, real, has_lse, peak, total, acc, ALIGNED, PARTS)
+    else:
+        number = tl.program_id(0).to(tl.int64) * splits + split
+        write_partial(sums, peaks, number, first < last, peak, total, acc, TILE, PARTS)

@@ -4,7 +4,7 @@ A key comes in eight chunks of 64 values, each a tensor of its own: a chunk is w
 in every layout, and small tensors leave the compiler free to store one while it decodes the next. Every stored value is
 exact in bf16, except that of a per-tensor layout, whose one scale is left to the caller (`tensor_scale`).
 """
-# mypy: disable-error-code="no-untyped-def, assignment"
+# mypy: disable-error-code="no-untyped-def, assignment, misc"
 # ruff: noqa: N803, RUF005, SIM108
 
 from __future__ import annotations

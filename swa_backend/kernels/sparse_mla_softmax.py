@@ -29,15 +29,15 @@ TINY: tl.constexpr = tl.constexpr(1e-30)
 
 @device_function
 def attend(
-    queries, real, window, second, first, tiles, last, factor,
+    queries, real, window, second, first, tiles, last, factor, once,
     LAYOUT: tl.constexpr, FNUZ: tl.constexpr, SECOND: tl.constexpr, SECOND_FNUZ: tl.constexpr, ALIGNED: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, HW_FP8: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    OWN: tl.constexpr, OWN_FIRST: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):  # fmt: skip
     """(peak [HEADS], total [HEADS], acc) of the tiles ``first`` to ``last - 1``, the first ``tiles`` of the window's.
 
     ``peak`` is the largest logit in base 2, ``total`` the sum of weights (0 only without any entry, perhaps NaN), both
-    float32; ``acc`` the weighted sums of keys as a tuple of OWN parts [HEADS, 512 / PARTS] from part OWN_FIRST on.
+    float32; ``acc`` the weighted sums of keys as a tuple of PARTS [HEADS, 512 / PARTS].
     """
     BOTH: tl.constexpr = SECOND == LAYOUT and SECOND_FNUZ == FNUZ and SECOND != "fp8_per_tensor"
     q = query_parts(queries, real, ALIGNED, PARTS)
@@ -45,23 +45,24 @@ def attend(
     total = tl.zeros([HEADS], tl.float32)
     seen = tl.zeros([KEYS], tl.int32)
     acc = ()
-    for _ in tl.static_range(OWN):
+    for _ in tl.static_range(PARTS):
         acc = acc + (tl.zeros([HEADS, DIM // PARTS], tl.float32),)
     if BOTH:
         peak, total, seen, acc = attend_tiles(
-            q, peak, total, seen, acc, window, second, first, tiles, last, factor,
-            LAYOUT, FNUZ, True, ALIGNED, HEADS, KEYS, HW_FP8, PARTS, STAGES, OWN, OWN_FIRST,
+            q, peak, total, seen, acc, window, second, first, tiles, last, factor, once,
+            LAYOUT, FNUZ, True, ALIGNED, HEADS, KEYS, HW_FP8, PARTS, STAGES, SPREAD,
         )  # fmt: skip
     else:
         peak, total, seen, acc = attend_tiles(
             q, peak, total, seen, acc, window, window, tl.minimum(first, tiles), tiles, tl.minimum(last, tiles), factor,
-            LAYOUT, FNUZ, False, ALIGNED, HEADS, KEYS, HW_FP8, PARTS, STAGES, OWN, OWN_FIRST,
+            once,
+            LAYOUT, FNUZ, False, ALIGNED, HEADS, KEYS, HW_FP8, PARTS, STAGES, SPREAD,
         )  # fmt: skip
         if SECOND != "none":
             peak, total, seen, acc = attend_tiles(
                 q, peak, total, seen, acc, second, second, tl.maximum(first - tiles, 0), tiles,
-                tl.maximum(last - tiles, 0), factor,
-                SECOND, SECOND_FNUZ, False, ALIGNED, HEADS, KEYS, HW_FP8, PARTS, STAGES, OWN, OWN_FIRST,
+                tl.maximum(last - tiles, 0), factor, once,
+                SECOND, SECOND_FNUZ, False, ALIGNED, HEADS, KEYS, HW_FP8, PARTS, STAGES, SPREAD,
             )  # fmt: skip
     # Without an entry nothing is seen, whatever a query that is not finite made of the missing keys.
     total = tl.where(tl.max(seen, 0) > 0, total, 0.0)
@@ -107,16 +108,47 @@ def cache_of_tile(tile, tiles, window, second, BOTH: tl.constexpr):
 
 
 @device_function
+def spread_logits(
+    q, keys, ones, bias, once, HEADS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Logits [HEADS, KEYS] whose keys are spread over the warpgroups.
+
+    Of a product that leads to another one, Triton gives each warpgroup of its own rows only, and with 64 rows two of
+    them compute the same. It does not look past the end of a block; so each product gets one, entered always.
+    """
+    logits = tl.zeros([HEADS, KEYS], tl.float32)
+    if once > 0:
+        logits = tl.dot(ones, tl.trans(bias), logits)
+    for c in tl.static_range(PARTS):
+        if once > -1 - c:
+            logits = tl.dot(q[c], tl.trans(keys[c]), logits)
+    return logits
+
+
+@device_function
+def soften(logits, peak, total, factor, value_scale, LAYOUT: tl.constexpr):
+    """One step of the online softmax: (peak, total, decay of what was summed before, weights bf16)."""
+    logits = logits * factor
+    higher = tl.maximum(peak, tl.max(logits, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    decay = tl.exp2(peak - base)
+    weights = tl.exp2(logits - base[:, None])
+    total = total * decay + tl.sum(weights, 1)
+    if LAYOUT == "fp8_per_tensor":
+        weights *= value_scale
+    return higher, total, decay, weights.to(tl.bfloat16)
+
+
+@device_function
 def attend_tiles(
-    q, peak, total, seen, acc, window, second, first, tiles, last, factor,
+    q, peak, total, seen, acc, window, second, first, tiles, last, factor, once,
     LAYOUT: tl.constexpr, FNUZ: tl.constexpr, BOTH: tl.constexpr, ALIGNED: tl.constexpr, HEADS: tl.constexpr,
-    KEYS: tl.constexpr, HW_FP8: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, OWN: tl.constexpr,
-    OWN_FIRST: tl.constexpr,
+    KEYS: tl.constexpr, HW_FP8: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Take in the tiles ``first`` to ``last - 1`` of one cache, or (BOTH) of two alike, the first ``tiles`` of one.
 
-    A cache is (row, length, width, pages, scale and so on as the kernel has them). ``seen`` [KEYS] int32 is not 0 where any
-    tile had an entry.
+    A cache is (row, length, width, pages, scale and so on, as the kernel has them). ``seen`` [KEYS] int32 is not 0
+    where any tile had an entry. ``once`` is 1, which the compiler does not know.
     """
     value_scale = tensor_scale(window[4], LAYOUT)
     factor = factor * value_scale
@@ -149,25 +181,26 @@ def attend_tiles(
         keys = joined(chunks, PARTS)
         seen = seen | counts.to(tl.int32)
         bias = tl.where(is_mask & (counts == 0)[:, None], nothing, 0.0).to(tl.bfloat16)
-        logits = tl.dot(ones, tl.trans(bias))
-        for c in tl.static_range(PARTS):
-            logits = tl.dot(q[c], tl.trans(keys[c]), logits)
-        logits *= factor
-        higher = tl.maximum(peak, tl.max(logits, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        decay = tl.exp2(peak - base)
-        weights = tl.exp2(logits - base[:, None])
-        total = total * decay + tl.sum(weights, 1)
-        peak = higher
-        if LAYOUT == "fp8_per_tensor":
-            weights *= value_scale
-        weights = weights.to(tl.bfloat16)
+        if SPREAD:
+            logits = spread_logits(q, keys, ones, bias, once, HEADS, KEYS, PARTS)
+            # Whatever the loop leaves, the compiler hands over; else it would compute it once for each user.
+            weights = tl.zeros([HEADS, KEYS], tl.bfloat16)
+            decay = tl.zeros([HEADS], tl.float32)
+            turn = once - once
+            while turn < once:
+                peak, total, decay, weights = soften(logits, peak, total, factor, value_scale, LAYOUT)
+                turn += 1
+        else:
+            logits = tl.dot(ones, tl.trans(bias))
+            for c in tl.static_range(PARTS):
+                logits = tl.dot(q[c], tl.trans(keys[c]), logits)
+            peak, total, decay, weights = soften(logits, peak, total, factor, value_scale, LAYOUT)
         scaled = ()
-        for c in tl.static_range(OWN):
+        for c in tl.static_range(PARTS):
             scaled = scaled + (acc[c] * decay[:, None],)
         added = ()
-        for c in tl.static_range(OWN):
-            added = added + (tl.dot(weights, keys[OWN_FIRST + c], scaled[c]),)
+        for c in tl.static_range(PARTS):
+            added = added + (tl.dot(weights, keys[c], scaled[c]),)
         acc = added
     return peak, total, seen, acc
 
@@ -175,16 +208,16 @@ def attend_tiles(
 @device_function
 def write_result(
     to, lse, sink, real, has_lse, peak, total, acc,
-    ALIGNED: tl.constexpr, PARTS: tl.constexpr, OWN: tl.constexpr, OWN_FIRST: tl.constexpr,
+    ALIGNED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Divide and store what `attend` returned; ``to``, ``lse`` and ``sink`` are pointers [HEADS]."""
     lane = tl.arange(0, DIM // PARTS)
     empty = total == 0.0
     base = tl.where(peak == float("-inf"), 0.0, peak)
     divisor = total + tl.exp2(tl.load(sink) * LOG2_E - base)
-    for c in tl.static_range(OWN):
+    for c in tl.static_range(PARTS):
         result = tl.where(empty[:, None], 0.0, acc[c] / divisor[:, None]).to(tl.bfloat16)
-        at = to[:, None] + (lane + (OWN_FIRST + c) * (DIM // PARTS))[None, :]
+        at = to[:, None] + (lane + c * (DIM // PARTS))[None, :]
         if ALIGNED:
             at = tl.multiple_of(at, [1, 16])
         tl.store(at, result, mask=real[:, None])
@@ -195,7 +228,7 @@ def write_result(
 @device_function
 def write_partial(
     sums, peaks, number, filled, peak, total, acc,
-    HEADS: tl.constexpr, PARTS: tl.constexpr, OWN: tl.constexpr, OWN_FIRST: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Store what `attend` returned as partial result ``number``; sums only of a program that had tiles."""
     own = tl.arange(0, HEADS)
@@ -204,6 +237,6 @@ def write_partial(
     tl.store(peaks + number * (2 * HEADS) + HEADS + own, total)
     start = sums + number * (HEADS * DIM) + own * DIM
     if filled:
-        for c in tl.static_range(OWN):
-            at = start[:, None] + (lane + (OWN_FIRST + c) * (DIM // PARTS))[None, :]
+        for c in tl.static_range(PARTS):
+            at = start[:, None] + (lane + c * (DIM // PARTS))[None, :]
             tl.store(tl.multiple_of(at, [1, 16]), acc[c])

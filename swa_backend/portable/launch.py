@@ -89,7 +89,6 @@ class SparseAttention:
         return SplitPlan(
             self._units,
             self._tiles["KEYS"],
-            programs_per_unit=self._tiles["HALVES"],  # each takes that part of a unit
             most=MOST_SPLITS,
             batch_invariant=batch_invariant,
         )
@@ -142,7 +141,6 @@ class _Prepared:
         aligned = aligned and all(_pages_aligned(one) for one in (pages, second) if one is not None)
         key = sparse_mla_key(pages.layout, None if second is None else second.layout, heads, aligned=aligned)
         launcher = sparse_mla.on(q.device, **key)
-        self._halves = launcher.tiles["HALVES"]
         self._attend = launcher.bind(
             partials.sums, partials.peaks, *_cache(pages), *_cache(pages if second is None else second)
         )
@@ -168,7 +166,7 @@ class _Prepared:
             second_stride, second_width = second.rows.stride(0), second.rows.shape[1]
             second_slots, second_lens = _from(second.rows, first, second_stride), _from(second.lens, first, 1)
         self._attend.launch(
-            (count * head_tiles * self._halves, splits, 1),
+            (count * head_tiles, splits, 1),
             _from(call.q, first, q_row), to, lse, slots, lens, second_slots, second_lens,
             _from(call.metadata.is_valid_token, first, 1), sink, q_row, q_head, out_row, out_head, rows_stride,
             second_stride, rows.width, second_width, ragged, has_lse, heads, splits, split.tiles,
