@@ -92,7 +92,7 @@ def test_the_chips_conversions_and_integer_arithmetic_give_the_same_bits(monkeyp
 def test_g5_g6_t3_a_captured_step_equals_an_eager_one_bit_for_bit(provider: ProviderUnderTest) -> None:
     model = Model()
     model.change([100] * 8, 0)
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         model.step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from swa_backend.cache_layout import Dialect
+from swa_backend.config import BackendConfig
+from swa_backend.platform import CacheRole
+from swa_backend.portable.provider import TritonAttention
 from swa_backend.provider import AttentionCall, CompressedRows
 from tests.independent_codec import FORMS, Array
 from tests.kernels.pools import Twin, make_twin
@@ -70,8 +74,8 @@ class Case:
     rows: Array
     lens: Array
     second: Twin | None = None
-    second_rows: Array | None = None
-    second_lens: Array | None = None
+    second_rows: Any = None  # as ``rows``, with a second cache
+    second_lens: Any = None
     heads: int = 5
     ragged: bool = False
     batch_invariant: bool = False
@@ -86,8 +90,10 @@ class Case:
         self.q, self.sink = q.to(self.device), torch.linspace(-2, 2, self.heads, device=self.device)
 
     def call(self, tokens: slice = slice(None)) -> AttentionCall:
+        def on(values: Array) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values[tokens])).to(self.device)
+
         q = self.q[tokens].contiguous()
-        on = lambda values: torch.from_numpy(np.ascontiguousarray(values[tokens])).to(self.device)  # noqa: E731
         rows, lens = on(self.rows), on(self.lens)
         valid = torch.ones(len(self.rows), dtype=torch.bool)
         valid[list(self.invalid)] = False
@@ -161,3 +167,21 @@ def make_case(
     second_rows, second_lens = random_rows(rng, other, tokens, second_width)
     poison(other, [second_rows[t, :n] for t, n in enumerate(second_lens)])
     return Case(device, twin, rows, lens, other, second_rows, second_lens, **options)
+
+
+def ask_for_attention(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> None:
+    """Calls of every kind that the layers of a configuration can make: both caches, any alignment, split or not."""
+    cpu = torch.device("cpu")
+    layers = config.model.present_layer_types
+    seconds: list[str | None] = [None]
+    if any(layer.compressed for layer in layers):
+        seconds.append(config.compressed_layout)
+    for units in (1, 999):
+        provider = TritonAttention(units=units)
+        for second in seconds:
+            for gap, first in ((0, 0), (8, 0), (0, 8)):
+                window = make_twin(cpu, config.cache_layout, dialects[CacheRole.SWA], gap=gap, first=first)
+                other = None if second is None else make_twin(cpu, second, dialects[CacheRole.COMPRESSED])
+                rows = np.zeros((2, 700), np.int32)
+                case = Case(cpu, window, rows, rows[:, 0], other, rows, rows[:, 0], heads=config.num_heads)
+                provider.decode(case.call())

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from swa_backend import split_plan
 from swa_backend.portable.provider import TritonAttention
-from swa_backend.split_plan import SplitPlan
+from swa_backend.split_plan import Split, SplitPlan
 from tests.kernels.attention_calls import Case, make_case
 
 PAIR = ("fp8_ds_mla", "ocp"), ("fp8_ds_mla", "ocp")
 MANY = 999  # compute units: every tile gets a program of its own
 
 
-def long_case(device: torch.device, tokens: int = 2, **options: object) -> Case:
+def long_case(device: torch.device, tokens: int = 2, **options: Any) -> Case:
     return make_case(device, *PAIR, tokens=tokens, width=140, second_width=130, **options)
 
 
@@ -43,7 +44,12 @@ def test_more_splits_than_a_row_has_tiles(device: torch.device) -> None:
 
 def test_live_entries_decide_not_the_width_of_the_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, split = [], SplitPlan.split
-    monkeypatch.setattr(SplitPlan, "split", lambda *given: asked.append(given[1:]) or split(*given))
+
+    def asking(plan: SplitPlan, *given: Any) -> Split:
+        asked.append(given)
+        return split(plan, *given)
+
+    monkeypatch.setattr(SplitPlan, "split", asking)
     case = long_case(device)
     case.lens, case.second_lens = case.lens.clip(max=20), case.second_lens.clip(max=5)
     case.max_seq_len = 20
