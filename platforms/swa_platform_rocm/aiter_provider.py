@@ -43,7 +43,9 @@ def triton_rows() -> RaggedRows:
 class AiterAttention(AttentionProvider):
     """`sparse_mla_fwd`, or `pa_decode_sparse` of an aiter that has no such function yet.
 
-    The kernel gives no lse: a call that asks for one goes to the first of ``others`` that serves the shape.
+    The kernel gives no lse: a call that asks for one goes to the first of ``others`` that serves the shape. Window rows
+    are the builder's own, and the kernel does not look whether a slot is in the cache: the builder has to know how many
+    pages there are. Compressed rows, which may come from elsewhere, are looked through on the way.
 
     Args:
         target: the chip; None = that of the builder's device.
