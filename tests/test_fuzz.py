@@ -15,7 +15,7 @@ import torch
 from swa_backend import cli
 from swa_backend.builder import DeepseekSparseSWAMetadataBuilder
 from swa_backend.errors import TraceError
-from swa_backend.fuzz import Case, CaseFailedError, load_case, random_case, run_case, run_fuzz, shrink
+from swa_backend.fuzz import Case, CaseFailedError, campaign, load_case, random_case, run_case, run_fuzz, shrink
 from swa_backend.fuzz.case import Knobs, RequestSpec
 from swa_backend.fuzz.engine import Counts, Engine
 from swa_backend.fuzz.rows import right_metadata
@@ -216,9 +216,8 @@ def test_a_planted_fault_is_shrunk_saved_and_found_again(
     with monkeypatch.context() as planted:
         plant(planted, "draft blocks are causal")
         case, _ = first_failure(range(40), attention=False)
-        report = run_fuzz(
-            get_backend("cpu"), CPU, seed=case.seed, steps=10**6, seconds=0.01, attention=False, save=tmp_path
-        )
+        planted.setattr(campaign, "MAX_FAILURES", 1)
+        report = run_fuzz(get_backend("cpu"), CPU, seed=case.seed, steps=10**6, attention=False, save=tmp_path)
         (failure,) = report.failures
         assert failure.path is not None
         small = load_case(Path(failure.path))

@@ -17,6 +17,7 @@ from swa_backend.fuzz.runner import CaseFailedError, Mode, Tally, launcher
 from swa_backend.fuzz.shrink import shrink
 
 Progress = Callable[[int, int, str], None]
+SHRINK_SECONDS = 60.0  # for one history
 MAX_FAILURES = 3  # more of them hardly tell anything new
 
 
@@ -92,7 +93,7 @@ def run_fuzz(
         device: where its tensors live.
         seed: of the first history.
         steps: stop once so many steps were checked.
-        seconds: stop after this time.
+        seconds: stop after this time, but for a few seconds of shrinking.
         mode: how decode steps of the captured shape run.
         profile: which settings the histories have.
         attention: also write caches and run attention.
@@ -118,7 +119,8 @@ def run_fuzz(
         try:
             report.add(run(case))
         except CaseFailedError as failure:
-            report.failures.append(_record(case, failure, run, save))
+            left = SHRINK_SECONDS if seconds is None else seconds - (time.monotonic() - begin)
+            report.failures.append(_record(case, failure, run, save, min(max(left, 5.0), SHRINK_SECONDS)))
         if progress is not None:
             progress(report.steps, steps or 0, f"{report.histories} histories, {len(report.failures)} wrong")
         seed += 1
@@ -126,9 +128,11 @@ def run_fuzz(
     return report
 
 
-def _record(case: Case, failure: CaseFailedError, run: Callable[[Case], Tally], save: Path | None) -> Failure:
+def _record(
+    case: Case, failure: CaseFailedError, run: Callable[[Case], Tally], save: Path | None, seconds: float
+) -> Failure:
     """Shrink and save; written in one go, so that a file that is there is whole."""
-    small, last = shrink(case, run)
+    small, last = shrink(case, run, seconds)
     text = str(last or failure)
     if last is None:
         text += " (and not again: something outside the history takes part)"
