@@ -34,7 +34,7 @@ def commands(readme: str) -> list[str]:
 
 
 def copy_sources(target: Path) -> None:
-    """The files that a clone would have, changes included."""
+    """The files that a clone would have, changes included; the sources have to be a checkout."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, check=True,
@@ -76,6 +76,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the commands and stop")
     parser.add_argument("--keep", action="store_true", help="leave the copy where it is")
     options = parser.parse_args()
+    if not (ROOT / ".git").exists():
+        parser.error(f"{ROOT} is no git checkout, so nothing says which files belong to it")
     todo = commands((ROOT / "README.md").read_text(encoding="utf-8"))
     if options.list:
         print("\n".join(todo))
