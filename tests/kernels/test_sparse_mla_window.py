@@ -19,7 +19,8 @@ from swa_backend.provider import AttentionCall, AttentionProvider
 from swa_backend.reference.codec import write_kv
 from swa_backend.registry import get_backend
 from tests.attention_scene import INF, SCALE, ProviderUnderTest, Scene, W, check
-from tests.support import Batch
+from tests.kernels.on_device import kernel_builder
+from tests.support import Batch, make_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, at NaN
 Seen = list[torch.Tensor | None]
@@ -266,3 +267,38 @@ def test_a_step_is_planned_once_for_its_layers(scene: MakeScene, monkeypatch: py
     first, joins = plans.of(one.metadata)
     assert joins[:5].tolist() == [0, 0, 2, 2, 2]
     assert first[:5].tolist() == [0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("images", [0, 40])
+def test_the_plan_tells_which_rows_share_their_places(device: torch.device, images: int) -> None:
+    queries, seqs = [9, 1, 12, 6], [20, 1, 150, 6]
+    spans = {2: [(140, 147)], 3: [(2, 4)]} if images else None
+    slots = Batch(queries, seqs).slot_mapping().tolist()
+    slots[4] = -1
+    batch = Batch(queries, seqs, spans=spans, slots=[*slots, -1, -1])
+    config = make_config(num_heads=2, max_image_tokens=images)
+    metadata = kernel_builder(config, device).build(0, batch.metadata(str(device)))
+    rows, lens = metadata.prefill_swa_indices, metadata.prefill_swa_lens
+    rows[7, 0, 3] = -1
+    seen: list[dict[int, int]] = []
+    requests = [request for request, query in enumerate(queries) for _ in range(query)] + [-1, -1]
+    for t, request in enumerate(requests):
+        position = seqs[request] - sum(queries[: request + 1]) + t
+        right = 0
+        for low, high in (spans or {}).get(request, ()):
+            right = high - position if low <= position <= high else right
+        end = min(position + right + 1, seqs[request])
+        length = int(lens[t])
+        seen.append({end - length + i: int(rows[t, 0, i]) for i in range(length)})
+    first, joins = window_plan.WindowPlans().of(metadata)
+    for t, own in enumerate(seen):
+        if not own:
+            assert joins[t] == 0
+            continue
+        assert first[t] == min(own)
+        before = seen[t - 1] if t and requests[t - 1] == requests[t] else {}
+        agree = all(before[place] == own[place] for place in before.keys() & own.keys())
+        grown = bool(before) and min(own) >= min(before) and max(own) >= max(before)
+        right = 0 if not (agree and grown) else 2 if max(own) == max(before) + 1 else 1
+        assert joins[t] == right, t
+    assert {int(one) for one in joins[: len(seen)]} == ({0, 1, 2} if images else {0, 2})
