@@ -58,6 +58,9 @@ class TestQueryChecks:
             lambda q: q.half(),
             lambda q: q[:, 0],
             lambda q: q[..., :448],
+            lambda q: q[..., :448].contiguous(),
+            lambda q: q[..., None],
+            lambda q: q.reshape(-1, 512),
             lambda q: q[:, :0],
             lambda q: q[:-1],
             lambda q: q[:, :4],
@@ -96,6 +99,7 @@ class TestQueryChecks:
     @pytest.mark.parametrize(
         "bad",
         [
+            lambda q: torch.empty_like(q, device="meta"),
             lambda q: q.float(),
             lambda q: q[:-1].clone(),
             lambda q: q,
