@@ -2,6 +2,7 @@
 
 import pytest
 
+pytest.importorskip("triton")
 from tests.tools.simulator.blocks import numbers
 
 IF_PRINTED_LAST = ["  br i1 %c, label %then, label %join", "join:", "  ret void", "then:", "  br label %join"]
