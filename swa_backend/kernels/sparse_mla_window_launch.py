@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from swa_backend.pages import PageView
     from swa_backend.provider import AttentionCall
 
-SHORT = 1 << 30  # offsets below it are 32-bit numbers in a kernel
+NEAR = 1 << 22  # values from token to token: below it, offsets within a program are 32-bit numbers
+HELD = 128  # places that are held
 
 
 class WindowAttention:
@@ -46,8 +47,17 @@ class WindowAttention:
         self._plans.reserve(config.scheduler.max_num_batched_tokens, device)
 
     def supports(self, call: AttentionCall) -> bool:
-        """Whether `attend` serves a call; decided on the host alone, the same way for every replay of a graph."""
-        return call.compressed is None and call.metadata.prefill_swa_indices is not None
+        """Whether `attend` is the way to serve a call: where no tokens would share a window, one each is faster.
+
+        Decided on the host alone, the same way for every replay of a graph.
+        """
+        metadata = call.metadata
+        if call.compressed is not None or metadata.prefill_swa_indices is None:
+            return False
+        if self._holds(metadata, call.q, call.out):
+            return True
+        key = window_key(call.pages.layout, call.q.shape[1], aligned=True)
+        return sparse_mla_window.on(call.q.device, **key).tiles["ROWS"] >= 2 * head_tile(call.q.shape[1])
 
     def attend(self, call: AttentionCall) -> None:
         """Write the rows of all prefill tokens, padded ones included.
@@ -81,12 +91,19 @@ class WindowAttention:
         heads = q.shape[1]
         key = window_key(pages.layout, heads, aligned=is_aligned(pages, q) and is_aligned(pages, out))
         height = head_tile(heads)
-        # An image makes rows longer than what is held.
-        if metadata.prefill_right_visible is None and self.can_hold(q.device):
+        if self._holds(metadata, q, out):
             held = sparse_mla_window_held.on(q.device, **key)
-            near = max(q.stride(0), out.stride(0)) * (held.tiles["ROWS"] // height) < SHORT
-            if metadata.window_size <= held.tiles["MAIN"] and near:
-                return held, cdiv(tokens, held.tiles["TOKENS"]) * cdiv(heads, height)
+            return held, cdiv(tokens, held.tiles["TOKENS"]) * cdiv(heads, height)
         tiles = sparse_mla_window.on(q.device, **key)
         height = min(height, tiles.tiles["ROWS"])
         return tiles, cdiv(tokens, tiles.tiles["ROWS"] // height) * cdiv(heads, height)
+
+    def _holds(self, metadata: DeepseekSparseSWAMetadata, q: torch.Tensor, out: torch.Tensor) -> bool:
+        """Whether the windows of a call are kept in shared memory; an image makes rows longer than what is held."""
+        near = max(q.stride(0), out.stride(0)) < NEAR
+        return (
+            near
+            and metadata.prefill_right_visible is None
+            and metadata.window_size <= HELD
+            and self.can_hold(q.device)
+        )

@@ -55,7 +55,8 @@ def scene(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ma
     device = torch.device("cuda", 0)
     if name != "tiles" and torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("a kernel for sm90")
-    return maker(KERNELS[name](), ProviderUnderTest("reference", get_backend("cuda"), str(device)))
+    provider = ProviderUnderTest("reference", get_backend("cuda"), str(device))
+    return maker(KERNELS[name](), provider, asks=name != "tiles")
 
 
 def expected(scene: Scene, seen: Seen) -> tuple[Any, Any]:

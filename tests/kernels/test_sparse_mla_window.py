@@ -40,11 +40,12 @@ class OnlyWindows(AttentionProvider):
 
     name = "windows"
 
-    def __init__(self, attention: Windows) -> None:
+    def __init__(self, attention: Windows, *, asks: bool) -> None:
         self.attention = attention
+        self.asks = asks
 
     def prefill(self, call: AttentionCall) -> None:
-        assert self.attention.supports(call)
+        assert not self.asks or self.attention.supports(call)
         self.attention.attend(call)
 
 
@@ -60,15 +61,15 @@ def scene(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pyt
     if request.param == "held" and not attention.can_hold(device):
         pytest.skip("no tuning for a kernel that holds a window on this chip")
 
-    return maker(attention, ProviderUnderTest("reference", backend, str(device)))
+    return maker(attention, ProviderUnderTest("reference", backend, str(device)), asks=request.param == "held")
 
 
-def maker(attention: Windows, provider: ProviderUnderTest) -> MakeScene:
-    """Makes scenes whose prefill tokens go to ``attention``."""
+def maker(attention: Windows, provider: ProviderUnderTest, *, asks: bool) -> MakeScene:
+    """Makes scenes whose prefill tokens go to ``attention``, which has to support them if it is asked."""
 
     def make(queries: Sequence[int], seqs: Sequence[int], **options: Any) -> Scene:
         made = Scene(provider, queries, seqs, **options)
-        made.metadata.provider = OnlyWindows(attention)
+        made.metadata.provider = OnlyWindows(attention, asks=asks)
         return made
 
     return make
@@ -302,3 +303,23 @@ def test_the_plan_tells_which_rows_share_their_places(device: torch.device, imag
         right = 0 if not (agree and grown) else 2 if max(own) == max(before) + 1 else 1
         assert joins[t] == right, t
     assert {int(one) for one in joins[: len(seen)]} == ({0, 1, 2} if images else {0, 2})
+
+
+def test_tokens_that_would_not_share_a_window_are_left_to_others(scene: MakeScene, device: torch.device) -> None:
+    if device.type == "cuda":
+        pytest.skip("chips differ in how many rows a program has; without one it has 32")
+
+    def supports(heads: int, **options: Any) -> bool:
+        one = scene([3], [20], heads=heads, **options)
+        attention = one.metadata.provider.attention
+        call = AttentionCall(one.q, one.q, None, one.metadata, one.cache.pages, one.sink, SCALE, None)
+        found: bool = attention.supports(call)
+        assert found is (heads <= 16 or (attention.hold and not options))
+        return found
+
+    assert supports(1)
+    assert supports(16)
+    supports(64)  # only where windows are held
+    image = {"batch": {"spans": {0: [(1, 9)]}}, "config": {"max_image_tokens": 16}}
+    assert not supports(64, **image)
+    assert supports(16, **image)
