@@ -13,6 +13,7 @@ import torch
 from swa_backend.cache_layout import Dialect, get_layout
 from swa_backend.platform import Target
 from swa_backend.provider import AttentionShape
+from swa_platform_cuda import hopper_provider
 from swa_platform_cuda.hopper_probe import TESTED, Taken, Toolchain, resource_reasons
 from swa_platform_cuda.hopper_provider import HopperAttention, Kernels
 
@@ -42,6 +43,9 @@ class FakeFlashMLA:
 
     def prefill(self, call: Any) -> None:
         self.calls.append("prefill")
+
+    def decode(self, call: Any) -> None:
+        self.calls.append("decode")
 
 
 class FakeWindow:
@@ -118,7 +122,6 @@ def test_layers_of_the_model_are_served_on_sm90() -> None:
     bench = Bench()
     assert bench.provider.supports(SHAPE) == ()
     assert bench.asked == [(DEVICE, 64, False), (DEVICE, 64, True)]
-    assert not bench.provider.takes_plans
 
 
 @pytest.mark.parametrize("heads", [1, 5, 8, 64, 96, 128])
@@ -219,6 +222,44 @@ def test_decodes_go_to_the_paged_kernel() -> None:
     bench.provider.decode(bench.call(7, 3))
     assert bench.paged.calls == [(0, 7, "rows", "lens")]
     assert bench.paged.made == [(DEVICE, False)]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SWA_BACKEND_ATTENTION", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("least", "tokens", "ours"), [(None, 5000, False), (64, 63, False), (64, 64, True), (0, 1, True)]
+)
+def test_decodes_with_a_second_cache_go_where_they_were_measured_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch, least: int | None, tokens: int, ours: bool
+) -> None:
+    monkeypatch.setattr(hopper_provider, "TWO_CACHES_FROM_TOKENS", least)
+    bench = Bench()
+    assert bench.provider.supports(SHAPE) == ()
+    assert bench.provider.takes_plans
+    bench.provider.decode(bench.call(tokens, 0, second=True))
+    assert bench.flashmla.calls == ([] if ours else ["decode"])
+    assert bool(bench.paged.calls) == ours
+    bench.provider.decode(bench.call(1, 0))
+    assert len(bench.paged.calls) == 1 + ours, "with one cache it is always ours"
+
+
+@pytest.mark.parametrize("why", ["forced", "batch-invariant", "no FlashMLA", "unknown layers"])
+def test_decodes_with_a_second_cache_are_ours_where_flashmla_is_no_choice(
+    monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(hopper_provider, "TWO_CACHES_FROM_TOKENS", None)
+    if why == "forced":
+        monkeypatch.setenv("SWA_BACKEND_ATTENTION", "hopper")
+    shape = replace(SHAPE, batch_invariant=why == "batch-invariant")
+    bench = Bench(flashmla=FakeFlashMLA(("not here",) if why == "no FlashMLA" else ()))
+    assert bench.provider.supports(shape) == ()
+    assert bench.provider.takes_plans == (why in ("batch-invariant", "unknown layers"))
+    bench.provider.decode(bench.call(3, 0, second=True, shape=None if why == "unknown layers" else shape))
+    assert not bench.flashmla.calls
+    assert bench.paged.calls == [(0, 3, "rows", "lens")]
 
 
 def test_the_batch_invariant_mode_has_kernels_of_its_own() -> None:

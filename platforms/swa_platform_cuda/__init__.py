@@ -33,7 +33,9 @@ def _load_warmup() -> Callable[..., Any]:
 
     warmup = load_warmup("cuda")
     import swa_platform_cuda.flashmla_rows  # noqa: F401  # its kernels take part
+    from swa_platform_cuda.hopper_probe import Toolchain
 
+    Toolchain.here().reasons()  # imports the Gluon kernels where they can be compiled, so that they take part
     return warmup
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 import triton.language as tl
 
-from swa_backend._math import cdiv
 from swa_backend.cache_layout import Dialect
 from swa_backend.kernels.jit import Tuning, kernel
 from swa_backend.kernels.paging import wide
@@ -25,6 +24,7 @@ from swa_platform_cuda.hopper_work import HEADS_OF_A_TILE, head_tiles
 
 if TYPE_CHECKING:
     from swa_backend.config import BackendConfig
+    from swa_backend.kernels.jit import Launcher
 
 DIM: tl.constexpr = tl.constexpr(512)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -32,6 +32,8 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 TILE_HEADS: tl.constexpr = tl.constexpr(HEADS_OF_A_TILE)
 PROGRAM_LIMIT = 256
 """Most programs of a decode."""
+GROUPS = 8
+"""Programs here for each of the decode's: as many as a multiprocessor runs at a time, about."""
 
 
 def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Iterator[Mapping[str, object]]:
@@ -53,59 +55,63 @@ def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Itera
         "heads": "i32",
         "programs": "i32",
     },
-    tuning={"": Tuning(2, 1, tiles={"HEADS": 2, "PIECES": 4, "LIMIT": PROGRAM_LIMIT})},
+    tuning={"": Tuning(4, 1, tiles={"PIECES": 16, "LIMIT": PROGRAM_LIMIT})},
     keys=_keys,
 )
 def hopper_combine(
     piece_out, piece_lse, cuts, sink, out, lse, out_stride, lse_stride, wants_lse, heads, programs,
-    TILES: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, LIMIT: tl.constexpr,
+    TILES: tl.constexpr, PIECES: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
+    # Which programs began a tile that they did not finish; every program here looks at all of them.
     every = tl.arange(0, LIMIT)
-    inside = every <= programs
-    at = 2 * tl.where(inside, every, 0)
-    tiles = tl.load(cuts + at, mask=inside, other=-1)
-    blocks = tl.load(cuts + at + 1, mask=inside, other=0)
-    tile = tl.load(cuts + 2 * program + 2)
-    cut = tl.load(cuts + 2 * program + 3)
-    began_here = (tl.load(cuts + 2 * program) < tile) | (tl.load(cuts + 2 * program + 1) == 0)
-    own = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    head = (tile % TILES) * TILE_HEADS + own
-    live = head < heads
-    head = tl.where(live, head, 0)
-    if (cut > 0) & began_here:
-        count = tl.sum(((tiles == tile) & (blocks > 0)).to(tl.int32), axis=0) + 1
-        token = (tile // TILES).to(tl.int64)
-        dim = tl.arange(0, DIM)
-        some = tl.arange(0, PIECES)
-        logs_of_sinks = tl.load(sink + head, mask=live, other=0.0) * LOG2_E
+    inside = every < programs
+    at = cuts + 2 * tl.where(inside, every, 0)
+    tiles = tl.load(at + 2, mask=inside, other=-1)
+    parted = inside & (tl.load(at + 3, mask=inside, other=0) > 0)
+    began = (tl.load(at, mask=inside, other=0) < tiles) | (tl.load(at + 1, mask=inside, other=0) == 0)
+    mine = (parted & began).to(tl.int32)
+    number = tl.cumsum(mine, axis=0)
+    own_heads = tl.minimum(heads, TILE_HEADS)
+    dim = tl.arange(0, DIM)
+    some = tl.arange(0, PIECES)
+    for item in range(tl.program_id(0), tl.sum(mine, axis=0) * own_heads, tl.num_programs(0)):
+        hit = (mine > 0) & (number == item // own_heads + 1)
+        program = tl.sum(tl.where(hit, every, 0), axis=0)
+        tile = tl.sum(tl.where(hit, tiles, 0), axis=0)
+        count = tl.sum((parted & (tiles == tile)).to(tl.int32), axis=0) + 1
+        own = item % own_heads
+        head = (tile % TILES) * TILE_HEADS + own
+        if head < heads:
+            token = (tile // TILES).to(tl.int64)
+            base = tl.zeros_like(head).to(tl.float32) - float("inf")
+            total = tl.zeros_like(head).to(tl.float32)
+            acc = tl.zeros((DIM,), tl.float32)
+            for first in range(0, count, PIECES):
+                piece = first + some
+                mask = piece < count
+                row = tl.where(mask, 2 * (program + piece) + (piece == 0).to(tl.int32), 0) * TILE_HEADS + own
+                logs = tl.load(piece_lse + row, mask=mask, other=float("-inf"))
+                values = wide(piece_out, row.to(tl.int64)[:, None] * DIM + dim[None, :], True)
+                values = tl.load(values, mask=mask[:, None], other=0.0)
+                higher = tl.maximum(base, tl.max(logs, axis=0))
+                safe = tl.where(higher == float("-inf"), 0.0, higher)
+                rescale = tl.exp2(base - safe)
+                weight = tl.exp2(logs - safe)
+                total = total * rescale + tl.sum(weight, axis=0)
+                acc = acc * rescale + tl.sum(values * weight[:, None], axis=0)
+                base = higher
+            sinks = tl.exp2(tl.load(sink + head) * LOG2_E - base)
+            inverse = tl.where(total == 0, 0.0, 1.0 / (total + sinks))
+            to = out + token * out_stride + head * DIM + dim
+            tl.store(tl.multiple_of(to, 16), (acc * inverse).to(tl.bfloat16))
+            if wants_lse != 0:
+                logs_of_all = tl.where(total == 0, float("-inf"), (base + tl.log2(total)) * LN_2)
+                tl.store(lse + token * lse_stride + head, logs_of_all)
 
-        base = tl.full((HEADS,), float("-inf"), tl.float32)
-        total = tl.zeros((HEADS,), tl.float32)
-        acc = tl.zeros((HEADS, DIM), tl.float32)
-        for first in range(0, count, PIECES):
-            piece = first + some
-            row = (2 * (program + piece) + (piece == 0).to(tl.int32))[:, None] * TILE_HEADS + own[None, :]
-            mask = (piece < count)[:, None] & live[None, :]
-            row = tl.where(mask, row, 0)
-            logs = tl.load(piece_lse + row, mask=mask, other=float("-inf"))
-            values = wide(piece_out, row.to(tl.int64)[:, :, None] * DIM + dim[None, None, :], True)
-            values = tl.load(values, mask=mask[:, :, None], other=0.0)
-            higher = tl.maximum(base, tl.max(logs, axis=0))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            rescale = tl.exp2(base - safe)
-            weight = tl.exp2(logs - safe[None, :])
-            total = total * rescale + tl.sum(weight, axis=0)
-            acc = acc * rescale[:, None] + tl.sum(values * weight[:, :, None], axis=0)
-            base = higher
 
-        sinks = tl.exp2(logs_of_sinks - base)
-        inverse = tl.where(total == 0, 0.0, 1.0 / (total + sinks))
-        to = wide(out + token * out_stride, head[:, None] * DIM + dim[None, :], True)
-        tl.store(to, (acc * inverse[:, None]).to(tl.bfloat16), mask=live[:, None])
-        if wants_lse != 0:
-            logs = tl.where(total == 0, float("-inf"), (base + tl.log2(total)) * LN_2)
-            tl.store(lse + token * lse_stride + head, logs, mask=live)
+def combine_launcher(device: torch.device, heads: int) -> Launcher:
+    """The launcher for a number of heads; its grid is `GROUPS` times the decode's programs."""
+    return hopper_combine.on(device, TILES=head_tiles(heads))
 
 
 def combine_pieces(
@@ -127,10 +133,8 @@ def combine_pieces(
         lse: [n, h] float32, natural and without the sink; None if not wanted.
     """
     heads, programs = sink.shape[0], cuts.shape[0] - 1
-    launcher = hopper_combine.on(out.device, TILES=head_tiles(heads))
-    groups = cdiv(min(heads, HEADS_OF_A_TILE), launcher.tiles["HEADS"])
     to, stride = (sink, 0) if lse is None else (lse, lse.stride(0))
-    launcher.launch(
-        (programs, groups, 1),
+    combine_launcher(out.device, heads).launch(
+        (programs * GROUPS, 1, 1),
         piece_out, piece_lse, cuts, sink, out, to, out.stride(0), stride, int(lse is not None), heads, programs,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from swa_backend.errors import CacheError
 from swa_backend.kernels.paging import divisor
 from swa_backend.split_plan import compute_units
 from swa_platform_cuda.flashmla_workspace import Workspace
-from swa_platform_cuda.hopper_combine import combine_pieces
+from swa_platform_cuda.hopper_combine import GROUPS, combine_launcher
 from swa_platform_cuda.hopper_decode_kernel import hopper_decode
 from swa_platform_cuda.hopper_work import HEADS_OF_A_TILE, NEVER, Costs, head_tiles, share_work
 
@@ -92,6 +92,7 @@ class PagedDecode:
         self._piece_lse = torch.zeros(pieces, HEADS_OF_A_TILE, device=device)
         self._pieces = (self._piece_out.data_ptr(), self._piece_lse.data_ptr())
         self._launchers: dict[tuple[bool, bool], Bound] = {}
+        self._combiners: dict[bool, Bound] = {}
         self._workspace = Workspace(device)
 
     def attend(self, call: AttentionCall, tokens: slice, rows: torch.Tensor, lens: torch.Tensor) -> None:
@@ -128,15 +129,19 @@ class PagedDecode:
             more = _cache_arguments(second.pages, more_rows, more_lens)
             cuts = self._cut(call, tokens, lens, rows.shape[2], more_lens, more_rows.shape[1], valid)
             programs = self._programs
+        wants_lse = int(lse is not None)
         to, lse_stride = (sink, 0) if lse is None else (lse, lse.stride(0))
+        out_at, lse_at, sink_at, cuts_at = out.data_ptr(), to.data_ptr(), sink.data_ptr(), cuts.data_ptr()
         self._bound(q.device, heads, second is not None).launch(
             (programs, 1, 1),
-            q.data_ptr(), out.data_ptr(), to.data_ptr(), sink.data_ptr(), valid.data_ptr(), *window, *more,
-            cuts.data_ptr(), *self._pieces, q.stride(0), out.stride(0), lse_stride, call.scale * LOG2_E,
-            int(lse is not None), n, heads,
+            q.data_ptr(), out_at, lse_at, sink_at, valid.data_ptr(), *window, *more, cuts_at, *self._pieces,
+            q.stride(0), out.stride(0), lse_stride, call.scale * LOG2_E, wants_lse, n, heads,
         )  # fmt: skip
         if second is not None and self._combines:
-            combine_pieces(self._piece_out, self._piece_lse, cuts, sink, out, lse)
+            self._combine(q.device, heads).launch(
+                (programs * GROUPS, 1, 1),
+                *self._pieces, cuts_at, sink_at, out_at, lse_at, out.stride(0), lse_stride, wants_lse, heads, programs,
+            )  # fmt: skip
         if out is not given:
             given.copy_(out)
 
@@ -145,6 +150,12 @@ class PagedDecode:
         found = self._launchers.get(key)
         if found is None:
             found = self._launchers[key] = decode_launcher(device, heads, two).bind()
+        return found
+
+    def _combine(self, device: torch.device, heads: int) -> Bound:
+        found = self._combiners.get(heads > HEADS_OF_A_TILE)
+        if found is None:
+            found = self._combiners[heads > HEADS_OF_A_TILE] = combine_launcher(device, heads).bind()
         return found
 
     def _cut(

@@ -1,12 +1,12 @@
 """The keys of a Hopper decode: found through a token's row, read from fp8 pages, left in shared memory as bf16. Gluon.
 
 One warpgroup takes a block of 64 entries at a time. Four threads share a row of the block; each of them reads 16 bytes
-of every group of 64 values, so that eight rows are 8 x 64 contiguous bytes a load. While block i is converted and
-stored, block i + 1 is on its way into registers, the slots of block i + 2 too, and (with two caches) the lines of block
-i + 2 on their way into the L2 cache.
+of every group of 64 values, so that eight rows are 8 x 64 contiguous bytes a load. When a block has been handed over,
+the next one is read into registers, while its slots, and with two caches its lines of the L2 cache, were asked for a
+block or two before.
 
 What is exact: every e4m3 code and every scale byte, rounded once to bf16. An entry that is absent, or not of this
-cache, is stored as zeros with a bias of -inf, one that holds a NaN code gets a bias of NaN: see `_has_nan`.
+cache, is stored as zeros with a bias of -inf; one that holds a NaN code gets a bias of NaN, see `_note_nan`.
 """
 # mypy: ignore-errors
 # ruff: noqa: N803
@@ -30,54 +30,24 @@ QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 hea
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16))
 KEY_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32))  # the keys' layout, seen as words of two bf16
 
-# Sign, exponent and fraction of e4m3 keep their order in bf16: a code shifted into place reads 2^120 times too small,
-# subnormal codes as subnormal numbers. Two products make it right, with 2^120 and with the scale, whose byte 0 stands
-# for a subnormal number; one alone, with 2^(byte - 7), would end at byte 134. Codes without their sign go to `largest`.
-# Operands: 4 + 4 results and the largest codes so far, then 4 words of codes, the row's word of scale bytes, and the
-# largest codes before. Of fourfold operands the first counts.
-_EXPAND = """{{
-    .reg .b32 scale, base, w0, w1, w2, w3, a, b, s, t, most;
-    prmt.b32 scale, $16, 0, {selector};
-    mov.b32 w0, $12;
-    mov.b32 w1, $13;
-    mov.b32 w2, $14;
-    mov.b32 w3, $15;
-    mov.b32 most, $20;
-    shl.b32 scale, scale, 7;
-    mov.b32 base, 0x00400040;
-    max.u16x2 scale, scale, base;
-    mov.b32 base, 0x7b807b80;
-{words}
-    mov.b32 $8, most;
-    mov.b32 $9, 0;
-    mov.b32 $10, 0;
-    mov.b32 $11, 0;
-}}"""
-_WORD = """    prmt.b32 a, w{i}, 0, 0x4140;
-    prmt.b32 b, w{i}, 0, 0x4342;
-    and.b32 s, a, 0x007f007f;
-    and.b32 t, b, 0x007f007f;
-    max.u16x2 most, most, s;
-    max.u16x2 most, most, t;
+# Sign, exponent and fraction of e4m3 keep their order in bf16: shifted into place, a code reads 2^120 times too small,
+# subnormal codes as subnormal numbers. Twice a power of two makes it right; one alone would not reach every scale.
+EXPAND = gl.constexpr("""{
+    .reg .b32 a, b, s, t, c;
+    prmt.b32 a, $2, 0, 0x4140;
+    prmt.b32 b, $2, 0, 0x4342;
+    and.b32 s, a, 0x00800080;
+    and.b32 t, b, 0x00800080;
     mul.lo.u32 s, s, 240;
     mul.lo.u32 t, t, 240;
-    shl.b32 a, a, 8;
-    shl.b32 b, b, 8;
-    sub.u32 a, a, s;
-    sub.u32 b, b, t;
-    mul.bf16x2 a, a, base;
-    mul.bf16x2 b, b, base;
-    mul.bf16x2 ${i}, a, scale;
-    mul.bf16x2 ${j}, b, scale;"""
-
-
-def _expand(byte):
-    """The assembly that takes the scale from one of a word's four bytes."""
-    words = "\n".join(_WORD.format(i=i, j=i + 4) for i in range(4))
-    return gl.constexpr(_EXPAND.format(selector=hex(0x4040 | byte << 8 | byte), words=words))
-
-
-EXPAND = gl.constexpr(tuple(_expand(byte) for byte in range(4)))
+    mad.lo.u32 a, a, 16, s;
+    mad.lo.u32 b, b, 16, t;
+    mov.b32 c, 0x7b807b80;
+    mul.bf16x2 a, a, c;
+    mul.bf16x2 b, b, c;
+    mul.bf16x2 $0, a, $3;
+    mul.bf16x2 $1, b, $3;
+}""")
 
 PREFETCH = gl.constexpr("""{
     .reg .pred p;
@@ -182,11 +152,11 @@ def _places(window, second, border, block, slots, TWO: gl.constexpr):
 
 
 @gluon.jit
-def _load_words(data, PART: gl.constexpr):
+def _load_words(data, live, PART: gl.constexpr):
     """Words [64, 16] at byte 64 * PART of the data rows."""
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, CODES)) + 16 * PART
     at = gl.expand_dims(data.to(gl.pointer_type(gl.int32)), 1) + gl.expand_dims(word, 0)
-    return gl.load(gl.multiple_of(at, [1, 16]))
+    return gl.load(gl.multiple_of(at, [1, 16]), mask=gl.expand_dims(live, 1), other=0)
 
 
 @gluon.jit
@@ -201,21 +171,26 @@ def _load_rope(data, live):
 
 @gluon.jit
 def _load_scales(scales, live):
-    """[64] uint64: the eight scale bytes of each row, 0 in absent ones."""
+    """[64] uint64: the eight scale bytes of each row."""
     return gl.load(scales.to(gl.pointer_type(gl.uint64)), mask=live, other=0)
 
 
 @gluon.jit
-def _decode(words, scales, largest, GROUP: gl.constexpr):
-    """Codes [64, 16], four a word, times their group's scale: (words [64, 32] of two bf16, the largest code so far)."""
-    of_group = (scales >> (32 * (GROUP // 4))).to(gl.int32)
-    of_group, _ = gl.broadcast(gl.expand_dims(of_group, 1), words)
-    low, high, largest = gl.inline_asm_elementwise(
-        EXPAND[GROUP % 4], "=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [words, of_group, largest], dtype=(gl.int32, gl.int32, gl.int32), is_pure=True, pack=4,
-    )  # fmt: skip
-    values = gl.convert_layout(gl.join(low, high).reshape([64, 32]), VALUES, assert_trivial=True)
-    return values, largest
+def _scale(scales, GROUP: gl.constexpr):
+    byte = ((scales >> (8 * GROUP)) & 255).to(gl.int32)
+    scale = gl.where(byte == 0, 0x40, byte << 7)  # 2^-127 is a subnormal number
+    scale = gl.where(byte == 255, 0x7FC0, scale)
+    return scale | (scale << 16)
+
+
+@gluon.jit
+def _decode(words, scale):
+    """Codes [64, 16], four a word, times their group's scale: words [64, 32] of two bf16."""
+    scale, words = gl.broadcast(gl.expand_dims(scale, 1), words)
+    low, high = gl.inline_asm_elementwise(
+        EXPAND, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    return gl.convert_layout(gl.join(low, high).reshape([64, 32]), VALUES, assert_trivial=True)
 
 
 @gluon.jit
@@ -225,20 +200,9 @@ def _beside(left, right):
 
 
 @gluon.jit
-def _has_nan(largest):
-    """[64] whether a row has a code 0x7F or 0xFF, which no shift makes a NaN."""
-    largest = gl.maximum(largest & 0xFFFF, largest >> 16)
-    return gl.max(largest, 1) == 0x7F
-
-
-@gluon.jit
-def _has_nan_scale(scales):
-    """[64] whether one of a row's seven scale bytes is 255."""
-    low = scales.to(gl.int32)
-    high = (scales >> 32).to(gl.int32)
-    low = ((low & 0x7F7F7F7F) + 0x01010101) & low & -2139062144  # 0x80808080
-    high = ((high & 0x7F7F7F7F) + 0x01010101) & high & 0x00808080
-    return (low | high) != 0
+def _note_nan(seen, words):
+    """Set the high bit of a byte of ``seen`` where a code is 0x7F or 0xFF, which no shift makes a NaN."""
+    return seen | ((words & 0x7F7F7F7F) + 0x01010101)
 
 
 @gluon.jit
@@ -267,18 +231,12 @@ def _copy_query(shared, queries, tile, TILES: gl.constexpr):
     first = (tile % TILES) * 64
     source = queries.start + (tile // TILES).to(gl.int64) * queries.token_stride + first * 512
     heads = queries.heads - first
-    head = gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))
-    dim = gl.arange(0, 64, layout=gl.SliceLayout(0, QUERY))
-    inside = gl.expand_dims(head * 512, 1) + gl.expand_dims(dim, 0)
-    columns = shared.query._reinterpret(
-        gl.bfloat16, [8, 64, 64], TILE
-    )  # swizzled columns of 64 lie one after the other
+    head = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, QUERY)), 1)
+    dim = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, QUERY)), 0)
+    columns = shared.query._reinterpret(gl.bfloat16, [8, 64, 64], TILE)  # swizzled columns of 64 lie one after another
     for c in range(gl.num_programs(1) * 8):  # 8, which the compiler is not to know: unrolled, this takes 40 registers
-        start = gl.multiple_of(source + c * 64 + inside, [1, 16])
-        for k in gl.static_range(4):
-            rows = gl.multiple_of(start + 16 * 512 * k, [1, 16])
-            mask = gl.expand_dims(head < heads - 16 * k, 1)
-            async_copy.async_copy_global_to_shared(columns.index(c).slice(16 * k, 16, dim=0), rows, mask=mask)
+        at = gl.multiple_of(source + c * 64 + (head * 512 + dim), [1, 16])
+        async_copy.async_copy_global_to_shared(columns.index(c), at, mask=head < heads)
     async_copy.mbarrier_arrive(shared.query_full, increment_count=False)
 
 
@@ -312,19 +270,35 @@ def feed(shared, queries, window, second, work, TILES: gl.constexpr, TWO: gl.con
             live = slots >= 0
             data, places = _places(window, second, border, first, slots, TWO)
             scales = _load_scales(places, live)
-            c0 = _load_words(data, 0)
-            c1 = _load_words(data, 1)
-            c2 = _load_words(data, 2)
-            c3 = _load_words(data, 3)
-            c4 = _load_words(data, 4)
-            c5 = _load_words(data, 5)
-            c6 = _load_words(data, 6)
+            c0 = _load_words(data, live, 0)
+            c1 = _load_words(data, live, 1)
+            c2 = _load_words(data, live, 2)
+            c3 = _load_words(data, live, 3)
+            c4 = _load_words(data, live, 4)
+            c5 = _load_words(data, live, 5)
+            c6 = _load_words(data, live, 6)
             rope = _load_rope(data, live)
+            far = _slots(window, second, start, more_start, count, more, border, first + 1, near, TWO)
+            ahead, _ = _places(window, second, border, first + 1, far, TWO)
+            _prefetch(ahead + half, far)
             if TWO:
                 far = _slots(window, second, start, more_start, count, more, border, first + 2, near, TWO)
             for block in range(first, end):
                 stage = turn & 1
-                bias = gl.where(live, gl.where(_has_nan_scale(scales), float("nan"), 0.0), float("-inf"))
+                bias = gl.where(live, 0.0, float("-inf"))
+                seen = _note_nan(gl.full([64, 16], 0, gl.int32, CODES), c0)
+                seen = _note_nan(_note_nan(_note_nan(seen, c1), c2), c3)
+                seen = _note_nan(_note_nan(_note_nan(seen, c4), c5), c6)
+                bias = gl.where(gl.reduce_or(seen & -2139062144, 1) != 0, float("nan"), bias)  # 0x80808080
+
+                s0 = _scale(scales, 0)
+                s1 = _scale(scales, 1)
+                s2 = _scale(scales, 2)
+                s3 = _scale(scales, 3)
+                s4 = _scale(scales, 4)
+                s5 = _scale(scales, 5)
+                s6 = _scale(scales, 6)
+
                 live = next_slots >= 0
                 data, places = _places(window, second, border, block + 1, next_slots, TWO)
                 next_slots = _slots(window, second, start, more_start, count, more, border, block + 2, lane, TWO)
@@ -335,32 +309,23 @@ def feed(shared, queries, window, second, work, TILES: gl.constexpr, TWO: gl.con
 
                 mbarrier.wait(shared.key_free.index(stage), ((turn >> 1) & 1) ^ 1)
                 key = shared.keys.index(stage)._reinterpret(gl.int32, [64, 256], KEY_WORDS)
-                largest = gl.full([64, 16], 0, gl.int32, CODES)
-                left, largest = _decode(c0, scales, largest, 0)
-                right, largest = _decode(c1, scales, largest, 1)
-                key.slice(0, 64, dim=1).store(_beside(left, right))
-                c0 = _load_words(data, 0)
-                c1 = _load_words(data, 1)
-                left, largest = _decode(c4, scales, largest, 4)
-                right, largest = _decode(c5, scales, largest, 5)
-                key.slice(128, 64, dim=1).store(_beside(left, right))
-                c4 = _load_words(data, 4)
-                c5 = _load_words(data, 5)
-                left, largest = _decode(c2, scales, largest, 2)
-                right, largest = _decode(c3, scales, largest, 3)
-                key.slice(64, 64, dim=1).store(_beside(left, right))
-                c2 = _load_words(data, 2)
-                c3 = _load_words(data, 3)
-                left, largest = _decode(c6, scales, largest, 6)
-                key.slice(192, 64, dim=1).store(_beside(left, rope))
-                c6 = _load_words(data, 6)
-                rope = _load_rope(data, live)
-                scales = _load_scales(places, live)
-                bias = gl.where((bias == 0) & _has_nan(largest), float("nan"), bias)
+                key.slice(0, 64, dim=1).store(_beside(_decode(c0, s0), _decode(c1, s1)))
+                key.slice(64, 64, dim=1).store(_beside(_decode(c2, s2), _decode(c3, s3)))
+                key.slice(128, 64, dim=1).store(_beside(_decode(c4, s4), _decode(c5, s5)))
+                key.slice(192, 64, dim=1).store(_beside(_decode(c6, s6), rope))
                 shared.bias.index(stage).store(bias)
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(shared.key_full.index(stage), count=1)
+                scales = _load_scales(places, live)
+                c0 = _load_words(data, live, 0)
+                c1 = _load_words(data, live, 1)
+                c2 = _load_words(data, live, 2)
+                c3 = _load_words(data, live, 3)
+                c4 = _load_words(data, live, 4)
+                c5 = _load_words(data, live, 5)
+                c6 = _load_words(data, live, 6)
+                rope = _load_rope(data, live)
                 turn += 1
                 if (block == first) & (served > 0):
                     mbarrier.wait(shared.query_free, (served & 1) ^ 1)

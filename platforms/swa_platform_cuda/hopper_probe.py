@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from swa_backend.kernels.jit import Launcher
 
 ARCH = "90"
-MODULES = ("hopper_decode_kernel", "hopper_window_prefill_kernel")
-"""Modules of this package that are written in Gluon."""
+MODULES = ("hopper_decode", "hopper_window_prefill")
+"""Modules of this package that bring the kernels written in Gluon, and those around them."""
 
 
 @dataclass(frozen=True, slots=True)

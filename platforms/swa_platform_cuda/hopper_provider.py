@@ -1,6 +1,7 @@
 """Our own Hopper kernels as an attention provider, first choice on sm90.
 
-Decode reads the paged caches (`swa_platform_cuda.hopper_decode`). Prefill of layers that see their window only goes to
+Decode reads the paged caches (`swa_platform_cuda.hopper_decode`); with a second cache it is ours where that was
+measured to be faster than FlashMLA, see `TWO_CACHES_FROM_TOKENS`. Prefill of layers that see their window only goes to
 the ring kernel (`swa_platform_cuda.hopper_window_prefill`); prefill with a second cache to FlashMLA's kernel over
 gathered keys where a FlashMLA build serves the layers, since gathering shares the dequantisation among a request's
 tokens. What neither takes, the decode kernel does.
@@ -16,6 +17,7 @@ import torch
 from swa_backend.cache_layout import HEAD_DIM, Dialect
 from swa_backend.config import MAX_HEADS_PER_RANK
 from swa_backend.provider import AttentionProvider
+from swa_backend.provider_choice import forced_provider
 from swa_platform_cuda.flashmla_discovery import Finder
 from swa_platform_cuda.flashmla_provider import FlashMLAAttention
 from swa_platform_cuda.hopper_probe import ARCH, Taken, Toolchain, resource_reasons, taken_by
@@ -27,6 +29,12 @@ if TYPE_CHECKING:
     from swa_backend.provider import AttentionCall, AttentionShape
 
 LAYOUT = "fp8_ds_mla"
+TWO_CACHES_FROM_TOKENS: int | None = None
+"""Decode tokens from which our kernel decodes layers with a second cache, too; None: FlashMLA does wherever it serves.
+
+Measured beside FlashMLA in one run on an H200. Without FlashMLA, in the batch-invariant mode, and where
+``SWA_BACKEND_ATTENTION`` asks for ``hopper``, ours always does.
+"""
 
 
 class Paged(Protocol):
@@ -72,7 +80,7 @@ class HopperAttention(AttentionProvider):
         finder: says what the device is.
         toolchain: the compiler.
         load_kernels: imports the kernels.
-        flashmla: serves prefill with a second cache, where it can.
+        flashmla: serves layers with a second cache, where it can and is faster.
     """
 
     name = "hopper"
@@ -93,7 +101,8 @@ class HopperAttention(AttentionProvider):
         self._kernels: Kernels | None = None
         self._paged: dict[tuple[torch.device, bool], Paged] = {}
         self._checked: dict[object, tuple[str, ...]] = {}
-        self._gathers: dict[AttentionShape, bool] = {}  # whether FlashMLA prefills two caches of these layers
+        self._flashmla_serves: dict[AttentionShape, bool] = {}  # layers with a second cache
+        self._forced = False
 
     def supports(self, shape: AttentionShape) -> Sequence[str]:
         """Every reason why the shape cannot be served; empty when it can."""
@@ -111,7 +120,9 @@ class HopperAttention(AttentionProvider):
         if not reasons and self._target is None:
             reasons.extend(self._compiled_reasons(shape))
         if not reasons and shape.compressed_layouts:
-            self._gathers[shape] = not self._flashmla.supports(shape)
+            self._flashmla_serves[shape] = not self._flashmla.supports(shape)
+            self._forced = forced_provider() == self.name
+            self.takes_plans = self._flashmla_serves[shape] and not self._forced  # FlashMLA's decodes
         return tuple(reasons)
 
     def reserve(self, config: BackendConfig, device: torch.device) -> None:
@@ -119,14 +130,20 @@ class HopperAttention(AttentionProvider):
         self._paged_on(device, config.batch_invariant)
         kernels = self._loaded()
         kernels.window.reserve(config, device)
-        if any(self._gathers.values()):
+        if any(self._flashmla_serves.values()):
             self._flashmla.reserve(config, device)
 
     def decode(self, call: AttentionCall) -> None:
         """Write the rows of the decode tokens, padded ones included."""
         metadata = call.metadata
-        tokens = slice(0, metadata.num_decode_tokens)
-        self._paged_for(call).attend(call, tokens, metadata.decode_swa_indices, metadata.decode_swa_lens)
+        tokens = metadata.num_decode_tokens
+        if call.compressed is not None and not self._forced and self._flashmla_is_there(call):
+            shape = metadata.shape
+            ours = TWO_CACHES_FROM_TOKENS is not None and tokens >= TWO_CACHES_FROM_TOKENS
+            if not ours and shape is not None and not shape.batch_invariant:
+                self._flashmla.decode(call)
+                return
+        self._paged_for(call).attend(call, slice(0, tokens), metadata.decode_swa_indices, metadata.decode_swa_lens)
 
     def prefill(self, call: AttentionCall) -> None:
         """Write the rows of the prefill tokens, padded ones included."""
@@ -139,7 +156,7 @@ class HopperAttention(AttentionProvider):
             if window.supports(call):
                 window.attend(call)
                 return
-        elif metadata.shape is not None and self._gathers.get(metadata.shape):
+        elif self._flashmla_is_there(call):
             self._flashmla.prefill(call)
             return
         self._paged_for(call).attend(call, slice(metadata.num_decode_tokens, metadata.num_tokens), rows, lens)
@@ -161,6 +178,10 @@ class HopperAttention(AttentionProvider):
             found = resource_reasons(keys, lambda name: taken(device, shape.num_heads, keys[name]), version)
             self._checked[known] = found
         return found
+
+    def _flashmla_is_there(self, call: AttentionCall) -> bool:
+        shape = call.metadata.shape
+        return shape is not None and self._flashmla_serves.get(shape, False)
 
     def _loaded(self) -> Kernels:
         if self._kernels is None:
