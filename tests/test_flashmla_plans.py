@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +66,19 @@ class TestPlan:
         assert len({id(one) for one in (first, second, third, fourth)}) == 4
         assert plan.filled == 4
 
+    def test_lengths_that_change_unseen_are_counted_or_planned_for_every_time(self) -> None:
+        plan, counted = TilePlan(LayerType.C4A), [1, 1, 2, 2, 1]
+        made = [plan.use(object, SHAPE, 7, self.lens, version=version) for version in counted]
+        assert [one is other for one, other in pairwise(made)] == [True, False, True, False]
+        assert plan.use(object, SHAPE, 7, self.lens, version=None) is not plan.use(
+            object, SHAPE, 7, self.lens, version=None
+        )
+
+    def test_each_capture_plans_for_itself(self) -> None:
+        plan = TilePlan(LayerType.C4A)
+        made = [plan.use(object, SHAPE, 7, self.lens, capture=capture) for capture in (0, 41, 41, 42, 0)]
+        assert [one is other for one, other in pairwise(made)] == [False, True, False, False]
+
     def test_inference_tensors_carry_no_version(self) -> None:
         with torch.inference_mode():
             lens = torch.ones(3, dtype=torch.int32)
@@ -104,6 +119,31 @@ def test_t1_layers_whose_picks_differ_in_number(
         check(scene.run(compressed=compressed), scene.expected(seen_by(scene, local)))
         assert kernels.decodes[-1]["extra"].data_ptr() == slots.data_ptr(), "rows of map_topk go there as they are"
     assert kernels.planned == plans
+
+
+@pytest.mark.parametrize("distinct", [True, False])
+def test_t1_mappings_that_torch_does_not_see(
+    provider: ProviderUnderTest, monkeypatch: pytest.MonkeyPatch, distinct: bool
+) -> None:
+    """As on a GPU, where a kernel writes the same buffers and no version changes."""
+    scene = Scene(provider, [1, 1], [700, 300], second=C4)
+    operations = provider.backend.operations
+    plainly = operations.map_topk
+
+    def unseen(*args: Any) -> None:
+        *given, slots, lens = args
+        found = torch.empty_like(slots), torch.empty_like(lens)
+        plainly(*given, *found)
+        slots.numpy()[:], lens.numpy()[:] = found[0].numpy(), found[1].numpy()
+
+    monkeypatch.setattr(operations, "map_topk", unseen)
+    _, slots, lens = scene.topk(torch.full((2, 64), -1))
+    versions, positions = (slots._version, lens._version), torch.tensor([699, 299])
+    for picked in (64, 3, 30):
+        local = torch.arange(64).repeat(2, 1).where(torch.arange(64) < picked, -1)
+        compressed = scene.topk(local, positions, out=(slots, lens), distinct=distinct)
+        check(scene.run(compressed=compressed), scene.expected(seen_by(scene, local)))
+    assert (slots._version, lens._version) == versions
 
 
 def test_t1_picks_that_occur_twice_beyond_the_bound(provider: ProviderUnderTest) -> None:
