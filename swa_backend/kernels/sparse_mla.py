@@ -46,13 +46,13 @@ def sparse_mla_key(layout: PageLayout, second: PageLayout | None, heads: int, *,
         "SECOND": "none" if second is None else second.name,
         "SECOND_FNUZ": second is not None and second.dialect is Dialect.FNUZ,
         "ALIGNED": aligned,
-        "HEADS": head_key(heads),
+        "HEADS": head_key(heads, aligned=aligned),
     }
 
 
-def head_key(heads: int) -> int:
-    """Heads that a program takes where the chip has room for as many."""
-    return FEW_HEADS if heads <= FEW_HEADS else MANY_HEADS
+def head_key(heads: int, *, aligned: bool) -> int:
+    """Heads that a program takes where the chip has room for as many. Keys read byte by byte take the room of most."""
+    return FEW_HEADS if heads <= FEW_HEADS or not aligned else MANY_HEADS
 
 
 def _keys(config: BackendConfig, dialects: Mapping[CacheRole, Dialect]) -> Iterator[Mapping[str, object]]:
@@ -74,7 +74,7 @@ def _tuning(
 
 # cuda:90 is measured, the others are what compiles without a spill.
 TUNING = {
-    "cuda:90": _tuning(8, 64, 64, parts=4, hw_fp8=True, spread=True),
+    "cuda:90": _tuning(8, 64, 64, parts=4, hw_fp8=True, stages=2, spread=True),
     "cuda": _tuning(8, 16, 32, parts=4, hw_fp8=True, stages=2),
     "cuda:80": _tuning(8, 16, 32, parts=4, stages=2),
     "cuda:86": _tuning(8, 16, 32, parts=4, stages=2),
@@ -128,6 +128,11 @@ def sparse_mla(
     STAGES: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     TILE: tl.constexpr = min(HEADS, MOST_HEADS)
+    # Keys that are read byte by byte take more registers: fewer at a time.
+    OWN_KEYS: tl.constexpr = KEYS if ALIGNED else min(KEYS, 16)
+    WIDE: tl.constexpr = SPREAD and TILE >= 64
+    # A few heads' queries stay in registers, which leaves none for the next tile's codes.
+    LOADS: tl.constexpr = 2 if SPREAD and TILE < 64 else STAGES
     head_tiles = tl.cdiv(heads, TILE)
     split = tl.program_id(1)
     token = (tl.program_id(0) // head_tiles).to(tl.int64)
@@ -143,7 +148,7 @@ def sparse_mla(
         length = tl.load(lens + token + 1) - length
     row = rows + start
     length = tl.where(sees, tl.minimum(tl.maximum(length, 0), width), 0)
-    tiles = tl.cdiv(length, KEYS)
+    tiles = tl.cdiv(length, OWN_KEYS)
     all_tiles = tiles
     second_row = row
     second_length = length
@@ -151,8 +156,8 @@ def sparse_mla(
         second_length = tl.minimum(tl.load(second_lens + token), second_width)
         second_length = tl.where(sees, tl.maximum(second_length, 0), 0)
         second_row = second_rows + token * second_rows_stride
-        all_tiles += tl.cdiv(second_length, KEYS)
-    each = tl.where(share != 0, share, tl.cdiv(all_tiles, splits))
+        all_tiles += tl.cdiv(second_length, OWN_KEYS)
+    each = tl.where(share != 0, share * (KEYS // OWN_KEYS), tl.cdiv(all_tiles, splits))
     first = tl.minimum(split * each, all_tiles)
     last = tl.minimum(first + each, all_tiles)
 
@@ -166,7 +171,7 @@ def sparse_mla(
     )  # fmt: skip
     peak, total, acc = attend(
         q + token * q_row + head * q_head, real, window, second, first, tiles, last, factor, tl.minimum(heads, 1),
-        LAYOUT, FNUZ, SECOND, SECOND_FNUZ, ALIGNED, TILE, KEYS, HW_FP8, PARTS, STAGES, SPREAD,
+        LAYOUT, FNUZ, SECOND, SECOND_FNUZ, ALIGNED, TILE, OWN_KEYS, HW_FP8, PARTS, LOADS, WIDE,
     )  # fmt: skip
     if splits == 1:
         to = out + token * out_row + head * out_head

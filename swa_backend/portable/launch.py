@@ -53,10 +53,11 @@ class SparseAttention:
     def reserve(self, config: BackendConfig) -> None:
         """Allocate partial results for the steps of a configuration."""
         heads = config.num_heads
-        self._room(heads, 0)
-        if config.batch_invariant:
-            split = self._plans[True].split(1, _widest_rows(config))
-            self._room(heads, cdiv(heads, self._head_tile(heads)) * split.splits)
+        for tile in {self._head_tile(heads, aligned=aligned) for aligned in (True, False)}:
+            programs = 0
+            if config.batch_invariant:
+                programs = cdiv(heads, tile) * self._plans[True].split(1, _widest_rows(config)).splits
+            self._room(tile, programs)
         self.window.reserve(config, self._device)
 
     def attend(self, call: AttentionCall, first: int, count: int, rows: WindowRows) -> None:
@@ -72,16 +73,18 @@ class SparseAttention:
             entries[0] = min(rows.width, longest)
             if second is not None:
                 entries[1] = min(entries[1], longest // second.ratio)
-        head_tiles = cdiv(heads, self._head_tile(heads))
+        aligned = _aligned(call)
+        tile = self._head_tile(heads, aligned=aligned)
+        head_tiles = cdiv(heads, tile)
         invariant = metadata.shape is not None and metadata.shape.batch_invariant
         split = self._plans[invariant].split(count * head_tiles, entries)
-        partials, at_once = self._room(heads, 0), count
+        partials, at_once = self._room(tile, 0), count
         if split.splits > 1:
             needed = head_tiles * split.splits
             if partials.programs < needed:  # rows wider than the configuration's
-                partials = self._room(heads, needed)
+                partials = self._room(tile, needed)
             at_once = min(count, partials.programs // needed)
-        prepared = self._prepared(call, partials)
+        prepared = self._prepared(call, partials, aligned=aligned)
         for start in range(0, count, at_once):
             prepared.launch(call, rows, first + start, start, min(at_once, count - start), head_tiles, split)
 
@@ -93,12 +96,11 @@ class SparseAttention:
             batch_invariant=batch_invariant,
         )
 
-    def _head_tile(self, heads: int) -> int:
-        return min(head_key(heads), self._tiles["MOST_HEADS"])
+    def _head_tile(self, heads: int, *, aligned: bool) -> int:
+        return min(head_key(heads, aligned=aligned), self._tiles["MOST_HEADS"])
 
-    def _room(self, heads: int, programs: int) -> Partials:
-        """Partial results of at least ``programs`` programs, and of as many as the plan can ask for."""
-        tile = self._head_tile(heads)
+    def _room(self, tile: int, programs: int) -> Partials:
+        """Partial results of ``programs`` programs of ``tile`` heads, or of as many as the plan can ask for."""
         found = self._partials.get(tile)
         if found is None or found.programs < programs:
             if found is not None:
@@ -106,10 +108,9 @@ class SparseAttention:
             found = self._partials[tile] = Partials(max(programs, self._plans[False].capacity), tile, self._device)
         return found
 
-    def _prepared(self, call: AttentionCall, partials: Partials) -> _Prepared:
+    def _prepared(self, call: AttentionCall, partials: Partials, *, aligned: bool) -> _Prepared:
         """The launches for a call's caches and head count, made on the first call of each."""
         second = None if call.compressed is None else call.compressed.pages
-        aligned = _aligned(call.q, call.out)
         key = ("sparse_mla", second, call.q.shape[1], aligned, partials)
         found: _Prepared | None = call.pages.launches.get(key)
         if found is None:
@@ -138,7 +139,6 @@ class _Prepared:
         self, pages: PageView, second: PageView | None, q: torch.Tensor, partials: Partials, *, aligned: bool
     ) -> None:
         heads = q.shape[1]
-        aligned = aligned and all(_pages_aligned(one) for one in (pages, second) if one is not None)
         key = sparse_mla_key(pages.layout, None if second is None else second.layout, heads, aligned=aligned)
         launcher = sparse_mla.on(q.device, **key)
         self._attend = launcher.bind(
@@ -185,16 +185,14 @@ def _widest_rows(config: BackendConfig) -> tuple[int, int]:
     return max(config.max_decode_width, config.prefill_width), second
 
 
-def _aligned(q: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether 16-byte accesses are possible on queries and output."""
-    q_row, q_head, _ = q.stride()
-    out_row, out_head, _ = out.stride()
-    apart = (q_row | q_head | out_row | out_head) * q.element_size() | q.data_ptr() | out.data_ptr()
-    return not apart % _ALIGNED_BYTES
-
-
-def _pages_aligned(pages: PageView) -> bool:
-    return not (pages.page_stride | pages.data.data_ptr()) % _ALIGNED_BYTES
+def _aligned(call: AttentionCall) -> bool:
+    """Whether 16-byte accesses are possible on queries, output and pages."""
+    q_row, q_head, _ = call.q.stride()
+    out_row, out_head, _ = call.out.stride()
+    bits = (q_row | q_head | out_row | out_head) * call.q.element_size() | call.q.data_ptr() | call.out.data_ptr()
+    for pages in (call.pages, *((call.compressed.pages,) if call.compressed is not None else ())):
+        bits |= pages.data.stride(0) | pages.data.data_ptr()
+    return not bits % _ALIGNED_BYTES
 
 
 def _cache(pages: PageView) -> tuple[Any, ...]:
