@@ -74,7 +74,8 @@ class SplitPlan:
         key_tile: keys that a program takes at a time; rows of each cache are cut into whole tiles of their own.
         programs_per_unit: programs that run on a compute unit at the same time.
         start: what a program costs besides its tiles (first loads, writing its result), in tiles.
-        reduce: what a split costs besides (partial results written, read and added up; a launch), in tiles.
+        reduce: what any split costs besides (a launch), in tiles.
+        partial: what each partial result costs (written, read, added up), in tiles.
         most: most splits of a row.
         room: programs that a split launch may have, for each that the chip holds at a time; bounds the memory.
         batch_invariant: cut rows at fixed places.
@@ -85,6 +86,7 @@ class SplitPlan:
     programs_per_unit: int = 1
     start: float = 0.5
     reduce: float = 0.5
+    partial: float = 0.0
     most: int = 64
     room: int = 2
     batch_invariant: bool = False
@@ -122,7 +124,8 @@ def _best(plan: SplitPlan, programs: int, tiles: int) -> Split:
     at_a_time = plan.units * plan.programs_per_unit
     best, shortest = 1, cdiv(programs, at_a_time) * (plan.start + tiles)
     for splits in range(2, min(tiles, plan.most, plan.capacity // max(programs, 1)) + 1):
-        time = cdiv(programs * splits, at_a_time) * (plan.start + cdiv(tiles, splits)) + plan.reduce
+        partials = programs * splits
+        time = cdiv(partials, at_a_time) * (plan.start + cdiv(tiles, splits)) + plan.reduce + partials * plan.partial
         if time < shortest:
             best, shortest = splits, time
     return Split(best)

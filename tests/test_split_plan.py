@@ -41,6 +41,13 @@ def test_more_programs_are_never_split_more() -> None:
     assert counts == sorted(counts, reverse=True)
 
 
+def test_partial_results_have_a_price() -> None:
+    plan = SplitPlan(units=132, key_tile=64, partial=0.015)
+    assert plan.split(1, (128,)) == Split(2)
+    assert plan.split(32, (128,)) == Split(1), "64 partial results cost more than the tile that they save"
+    assert plan.split(32, (128, 512)) == Split(4)
+
+
 def test_only_live_entries_count() -> None:
     assert H200.split(8, (128, 0)) == H200.split(8, (128,))
     assert H200.split(8, (128, 8192)).splits > H200.split(8, (128, 64)).splits
