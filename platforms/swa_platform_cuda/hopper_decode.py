@@ -12,7 +12,7 @@ from swa_backend.errors import CacheError
 from swa_backend.kernels.paging import divisor
 from swa_backend.split_plan import compute_units
 from swa_platform_cuda.flashmla_workspace import Workspace
-from swa_platform_cuda.hopper_combine import GROUPS, combine_launcher
+from swa_platform_cuda.hopper_combine import GROUPS, PROGRAM_LIMIT, combine_launcher
 from swa_platform_cuda.hopper_decode_kernel import hopper_decode
 from swa_platform_cuda.hopper_work import HEADS_OF_A_TILE, NEVER, Costs, head_tiles, share_work
 
@@ -84,9 +84,12 @@ class PagedDecode:
         costs = costs or Costs()
         self._combines = not batch_invariant
         self._costs = costs if self._combines else replace(costs, least=NEVER, least_share=1, slack=0)
-        self._programs = compute_units(device)
-        self._cuts: dict[object, tuple[torch.Tensor, object]] = {}
-        self._no_cuts = torch.zeros(self._programs + 1, 2, dtype=torch.int32, device=device)
+        self._programs = min(compute_units(device), PROGRAM_LIMIT)
+        kinds = [(ratio, decodes) for ratio in (1, 2, 4, 128) for decodes in (True, False)]
+        buffers = torch.zeros(len(kinds) + 1, self._programs + 1, 2, dtype=torch.int32, device=device)
+        self._no_cuts = buffers[-1]
+        self._cuts: dict[tuple[int, bool], torch.Tensor] = dict(zip(kinds, buffers, strict=False))
+        self._cut_for: dict[tuple[int, bool], object] = {}
         pieces = 2 * self._programs if self._combines else 1
         self._piece_out = torch.zeros(pieces, HEADS_OF_A_TILE, _HEAD_DIM, device=device)
         self._piece_lse = torch.zeros(pieces, HEADS_OF_A_TILE, device=device)
@@ -172,11 +175,12 @@ class PagedDecode:
         metadata, second = call.metadata, call.compressed
         assert second is not None
         heads = call.q.shape[1]
-        kind = (second.ratio, tokens.start)
-        step = (metadata.generation, valid.data_ptr(), tokens.stop, heads, more_width, capture_id(lens))
-        found = self._cuts.get(kind)
-        cuts = torch.zeros_like(self._no_cuts) if found is None else found[0]
-        if found is None or found[1] != step:
+        kind = second.ratio, tokens.stop == metadata.num_decode_tokens
+        step = (metadata.generation, valid.data_ptr(), tokens.start, tokens.stop, heads, more_width, capture_id(lens))
+        cuts = self._cuts.get(kind)
+        if cuts is None:  # a ratio that no layer of today's models has
+            cuts = self._cuts[kind] = torch.zeros_like(self._no_cuts)
+        if self._cut_for.get(kind) != step:
             share_work(lens, width, more_lens, more_width, valid, heads, self._costs, cuts)
-            self._cuts[kind] = (cuts, step)
+            self._cut_for[kind] = step
         return cuts
