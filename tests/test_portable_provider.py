@@ -72,11 +72,12 @@ def test_doctor_says_why() -> None:
     assert not any(report.models.values())
 
 
-def room_of(config: BackendConfig, units: int = 4) -> int:
+def room_of(config: BackendConfig, units: int = 4, tile: int = 64) -> int:
+    """Partial results of programs of ``tile`` heads; unaligned tensors take the smaller tile."""
     attention = SparseAttention(CPU, None, units)
     attention.reserve(config)
-    (partials,) = attention._partials.values()
-    return partials.programs
+    assert sorted(attention._partials) == [16, 64]
+    return attention._partials[tile].programs
 
 
 def test_room_follows_from_the_chip_not_from_the_batch() -> None:
@@ -89,13 +90,14 @@ def test_a_batch_invariant_token_always_has_room() -> None:
     config = make_config(batch_invariant=True, max_model_len=1_000_000, num_heads=128)
     splits = -(-(128 + 1_000_000 // 128) // 512)
     assert room_of(config, units=1) >= 2 * splits, "two tiles of heads"
+    assert room_of(config, units=1, tile=16) >= 8 * splits
 
 
 def test_what_is_outgrown_is_kept() -> None:
     attention = SparseAttention(CPU, None, 1)
     attention.reserve(make_config())
-    (before,) = attention._partials.values()
+    before = attention._partials[64]
     attention.reserve(make_config(batch_invariant=True, max_model_len=1_000_000))
-    (after,) = attention._partials.values()
+    after = attention._partials[64]
     assert after.programs > before.programs
     assert before in attention._outgrown, "a captured graph may still write there"
