@@ -88,6 +88,8 @@ class Step:
         backend = next(one for key, one in vars(fake.load(name)).items() if key.endswith("Backend"))
         builder_cls = fake.sparse_swa.DeepseekV4SWACache(backend).get_attn_backend().get_builder_cls()
         self.builder = builder_cls(cache_spec, [SWA], self.config, self.device)
+        # As an engine's tables, at one address for life: captured graphs read them there.
+        self.second_table = scene.second_table.to(self.device) if scene.second else None
         self.build()
 
     def build(self) -> None:
@@ -99,7 +101,7 @@ class Step:
             width = 128
             decodes = self.metadata.num_decode_tokens
             self.fake.context[LAYER] = SimpleNamespace(
-                block_table=self.scene.second_table.to(self.device),
+                block_table=self.second_table,
                 block_size=page_tokens,
                 slot_mapping=torch.full((self.scene.tokens,), -1, device=self.device),
                 c128a_global_decode_topk_indices=torch.zeros(decodes, 1, width) if ratio == 128 and decodes else None,
