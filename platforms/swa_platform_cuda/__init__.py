@@ -52,11 +52,13 @@ def _load_providers(target: Target | None) -> Sequence[AttentionProvider]:
     from swa_backend.portable.provider import TritonAttention
     from swa_backend.reference.provider import ReferenceAttention
     from swa_platform_cuda.flashmla_provider import FlashMLAAttention
+    from swa_platform_cuda.hopper_provider import HopperAttention
 
     def too_old(device: torch.device | None) -> tuple[str, ...]:
         return reasons_against(target, device)
 
-    return (FlashMLAAttention(target), TritonAttention(target, chip_reasons=too_old), ReferenceAttention())
+    portable = TritonAttention(target, chip_reasons=too_old)
+    return (HopperAttention(target), FlashMLAAttention(target), portable, ReferenceAttention())
 
 
 PLATFORM = Platform(

@@ -6,7 +6,8 @@ tile. With one cache a program takes every n-th tile; with two it takes what `sw
 where the first and the last tile may be shared with a neighbour, and pieces of those go to
 `swa_platform_cuda.hopper_combine`.
 
-Three roles, a warpgroup each; block by block from left to right, tile by tile from top to bottom::
+Three roles, feed with eight warps, the others with four. Block by block from left to right, tile by tile from top to
+bottom::
 
     feed (hopper_keys)          attend                         follow
     -------------------         ---------------------------    ---------------------------
@@ -37,7 +38,7 @@ weights_full[2]     1: attend                                                wei
 weights_free[2]     1: follow                                                ... and have been used
 inverse_full[2]     1: attend                                                the tile's denominators are there
 inverse_free[2]     1: follow                                                ... and have been read
-query_full          128: each feeding thread, once its copies have landed    the tile's query is there
+query_full          256: each feeding thread, once its copies have landed    the tile's query is there
 query_free          1: attend                                                its last scores are done
 ==================  =======================================================  ==========================================
 
@@ -45,8 +46,9 @@ A tile without blocks (a padded token) takes no stage and no query; its result i
 
 Shared memory, 214 of 227 KiB: two stages of keys 128, query 64, two stages of weights 16, and what is small. Keys,
 query and weights lie in the 128-byte swizzle that the tensor cores read. Accumulators of 64 x 256 take 128 registers
-a thread; attend has 208 of them, follow 160 and feed 136: with other shares the compiler drops the shares altogether,
-or spills inside the loop of blocks. What it spills here is used once a tile.
+a thread; attend has 208 of them, follow 160 and feed 72: with other shares the compiler drops the shares altogether,
+or spills more. With sixteen warps it compiles for 128 registers a thread, in which a product 256 columns wide has no
+room: results are added up in two products of 128 columns.
 
 Scores are in base 2. A block's bias is 0 for a key, -inf for an absent one, and NaN for one with a NaN code, which
 makes the token's every score NaN; the decoded values of such keys are finite, so that no other token is touched.
@@ -56,7 +58,12 @@ makes the token's every score NaN; the decoded values of such keys are finite, s
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language.core import _aggregate as aggregate
 
 from swa_backend.kernels.jit import Tuning
@@ -70,12 +77,13 @@ HEADS = gl.constexpr(64)  # of a tile
 DIM = gl.constexpr(512)
 HALF = gl.constexpr(256)
 NO_END = gl.constexpr(1 << 24)
+MINUS_INF = gl.constexpr(float("-inf"))
 
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-RESULT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+RESULT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, RESULT, 2))
 OF_HEADS = gl.constexpr(gl.SliceLayout(1, SCORES))
 OF_KEYS = gl.constexpr(gl.SliceLayout(0, SCORES))
@@ -241,8 +249,57 @@ def _store_piece(results, tile, begins, acc, factor, COLUMN: gl.constexpr, TILES
 
 
 @gluon.jit
+def _store_left(results, tile, acc, inverse, lse, TILES: gl.constexpr):
+    _store_half(results, tile, acc, inverse, 0, TILES)
+    if results.wants_lse != 0:
+        first = (tile % TILES) * HEADS
+        head = gl.arange(0, HEADS, layout=OF_HEADS)
+        own = results.lse + (tile // TILES).to(gl.int64) * results.lse_stride + first
+        gl.store(own + head, lse * LN_2, mask=head < results.heads - first)
+
+
+@gluon.jit
+def _scores(shared, turn):
+    """Start multiplying the query with the keys of a stage."""
+    keys = shared.keys.index(turn & 1).permute((1, 0))
+    none = gl.zeros([HEADS, 64], gl.float32, layout=SCORES)
+    return warpgroup_mma(shared.query, keys, none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_values(shared, rounded, acc, turn):
+    """Start adding the left half of a stage's values, weighted."""
+    values = shared.keys.index(turn & 1).slice(0, HALF, dim=1)
+    return warpgroup_mma(gl.convert_layout(rounded, WEIGHTS), values, acc, is_async=True)
+
+
+@gluon.jit
+def _softmax(shared, scores, peak, total, acc, turn, scale):
+    """Take a block into the softmax so far and hand its weights to `follow`: (peak, total, acc, weights in bf16)."""
+    stage = turn & 1
+    scores = scores * scale + gl.expand_dims(shared.bias.index(stage).load(OF_KEYS), 0)
+    higher = gl.maximum(peak, gl.max(scores, 1))
+    base = gl.where(higher == MINUS_INF, 0.0, higher)
+    rescale = gl.exp2(peak - base)
+    weights = gl.exp2(scores - gl.expand_dims(base, 1))
+    rounded = weights.to(gl.bfloat16)
+    mbarrier.wait(shared.weights_free.index(stage), ((turn >> 1) & 1) ^ 1)
+    shared.weights.index(stage).store(rounded)
+    shared.rescale.index(stage).store(rescale)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(shared.weights_full.index(stage), count=1)
+    total = total * rescale + gl.sum(weights, 1)
+    acc = acc * gl.expand_dims(gl.convert_layout(rescale, OF_RESULT), 1)
+    return higher, total, acc, rounded
+
+
+@gluon.jit
 def attend(shared, results, window, second, work, scale, TILES: gl.constexpr, TWO: gl.constexpr, CUT: gl.constexpr):
-    """Scores, softmax, and the left half of the values."""
+    """Scores, softmax, and the left half of the values.
+
+    The scores of a block are on their way through the tensor cores right behind the values of the one before.
+    """
     head = gl.arange(0, HEADS, layout=OF_HEADS)
     turn = 0
     served = 0
@@ -250,42 +307,32 @@ def attend(shared, results, window, second, work, scale, TILES: gl.constexpr, TW
     first_tile, end_tile, step = work.tiles(CUT)
     for tile in range(first_tile, end_tile, step):
         first, end = work.piece(tile, blocks_of(window, second, work.is_valid, tile // TILES, TWO), CUT)
-        peak = gl.full([HEADS], float("-inf"), gl.float32, layout=OF_HEADS)
+        peak = gl.full([HEADS], MINUS_INF, gl.float32, layout=OF_HEADS)
         total = gl.full([HEADS], 0.0, gl.float32, layout=OF_HEADS)
         acc = gl.zeros([HEADS, HALF], gl.float32, layout=RESULT)
-        mbarrier.wait(shared.query_full, served & 1, pred=first < end)
-        fence_async_shared()
-        for block in range(first, end):
-            stage = turn & 1
-            phase = (turn >> 1) & 1
-            mbarrier.wait(shared.key_full.index(stage), phase)
-            bias = shared.bias.index(stage).load(OF_KEYS)
-            scores = gl.zeros([HEADS, 64], gl.float32, layout=SCORES)
-            scores = warpgroup_mma(shared.query, shared.keys.index(stage).permute((1, 0)), scores, use_acc=False)
-            gl.thread_barrier()
-            mbarrier.arrive(shared.query_free, count=1, pred=block == end - 1)
-            scores = scores * scale + gl.expand_dims(bias, 0)
-            higher = gl.maximum(peak, gl.max(scores, 1))
-            base = gl.where(higher == float("-inf"), 0.0, higher)
-            rescale = gl.exp2(peak - base)
-            weights = gl.exp2(scores - gl.expand_dims(base, 1))
-            rounded = weights.to(gl.bfloat16)
-            mbarrier.wait(shared.weights_free.index(stage), phase ^ 1)
-            shared.weights.index(stage).store(rounded)
-            shared.rescale.index(stage).store(rescale)
+        if first < end:
+            mbarrier.wait(shared.query_full, served & 1)
             fence_async_shared()
+            mbarrier.wait(shared.key_full.index(turn & 1), (turn >> 1) & 1)
+            scores = warpgroup_mma_wait(0, deps=[_scores(shared, turn)])
+            for _ in range(first + 1, end):
+                peak, total, acc, rounded = _softmax(shared, scores, peak, total, acc, turn, scale)
+                adding = _add_values(shared, rounded, acc, turn)
+                turn += 1
+                mbarrier.wait(shared.key_full.index(turn & 1), (turn >> 1) & 1)
+                scoring = _scores(shared, turn)
+                acc = warpgroup_mma_wait(1, deps=[adding])
+                gl.thread_barrier()
+                mbarrier.arrive(shared.key_free.index((turn & 1) ^ 1), count=1)
+                scores = warpgroup_mma_wait(0, deps=[scoring])
             gl.thread_barrier()
-            mbarrier.arrive(shared.weights_full.index(stage), count=1)
-            total = total * rescale + gl.sum(weights, 1)
-            peak = higher
-            acc = acc * gl.expand_dims(gl.convert_layout(rescale, OF_RESULT), 1)
-            acc = warpgroup_mma(
-                gl.convert_layout(rounded, WEIGHTS), shared.keys.index(stage).slice(0, HALF, dim=1), acc
-            )
+            mbarrier.arrive(shared.query_free, count=1)
+            peak, total, acc, rounded = _softmax(shared, scores, peak, total, acc, turn, scale)
+            acc = warpgroup_mma_wait(0, deps=[_add_values(shared, rounded, acc, turn)])
             gl.thread_barrier()
-            mbarrier.arrive(shared.key_free.index(stage), count=1)
+            mbarrier.arrive(shared.key_free.index(turn & 1), count=1)
             turn += 1
-        served += (first < end).to(gl.int32)
+            served += 1
 
         first, end = work.ends(tile, CUT)
         mask = head < results.heads - (tile % TILES) * HEADS
@@ -299,7 +346,7 @@ def attend(shared, results, window, second, work, scale, TILES: gl.constexpr, TW
         shared.inverse.index(slot).store(inverse)
         gl.thread_barrier()
         mbarrier.arrive(shared.inverse_full.index(slot), count=1)
-        lse = gl.where(total == 0, float("-inf"), peak + gl.log2(total))
+        lse = gl.where(total == 0, MINUS_INF, peak + gl.log2(total))
         inverse = gl.convert_layout(inverse, OF_RESULT)
         if CUT:
             if (first > 0) | (end < NO_END):
@@ -307,15 +354,9 @@ def attend(shared, results, window, second, work, scale, TILES: gl.constexpr, TW
                 own = results.piece_lse + (2 * gl.program_id(0) + (first == 0).to(gl.int32)) * HEADS
                 gl.store(own + head, lse)
             else:
-                _store_half(results, tile, acc, inverse, 0, TILES)
-                if results.wants_lse != 0:
-                    own = results.lse + (tile // TILES).to(gl.int64) * results.lse_stride + (tile % TILES) * HEADS
-                    gl.store(own + head, lse * LN_2, mask=mask)
+                _store_left(results, tile, acc, inverse, lse, TILES)
         else:
-            _store_half(results, tile, acc, inverse, 0, TILES)
-            if results.wants_lse != 0:
-                own = results.lse + (tile // TILES).to(gl.int64) * results.lse_stride + (tile % TILES) * HEADS
-                gl.store(own + head, lse * LN_2, mask=mask)
+            _store_left(results, tile, acc, inverse, lse, TILES)
         number += 1
 
 
@@ -395,7 +436,7 @@ _CACHE_TYPES = {
         "tokens": "i32",
         "heads": "i32",
     },
-    tuning={"cuda:90": Tuning(4, 1, spilled_bytes=64)},
+    tuning={"cuda:90": Tuning(4, 1, spilled_bytes=128)},
     keys=_keys,
 )
 def hopper_decode(
@@ -437,7 +478,7 @@ def hopper_decode(
         mbarrier.init(shared.weights_free.index(i), count=1)
         mbarrier.init(shared.inverse_full.index(i), count=1)
         mbarrier.init(shared.inverse_free.index(i), count=1)
-    mbarrier.init(shared.query_full, count=128)
+    mbarrier.init(shared.query_full, count=256)
     mbarrier.init(shared.query_free, count=1)
     fence_async_shared()
     gl.warp_specialize(
@@ -446,6 +487,6 @@ def hopper_decode(
             (follow, (shared, results, window, second, work, TILES, TWO, CUT)),
             (feed, (shared, queries, window, second, work, TILES, TWO, CUT)),
         ],
-        [4, 4],
-        [160, 136],
+        [4, 8],
+        [160, 72],
     )

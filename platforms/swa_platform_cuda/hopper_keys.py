@@ -1,12 +1,13 @@
 """The keys of a Hopper decode: found through a token's row, read from fp8 pages, left in shared memory as bf16. Gluon.
 
-One warpgroup takes a block of 64 entries at a time. Four threads share a row of the block; each of them reads 16 bytes
+Eight warps take a block of 64 entries at a time. Four threads share a row of the block; each of them reads 16 bytes
 of every group of 64 values, so that eight rows are 8 x 64 contiguous bytes a load. When a block has been handed over,
 the next one is read into registers, while its slots, and with two caches its lines of the L2 cache, were asked for a
 block or two before.
 
 What is exact: every e4m3 code and every scale byte, rounded once to bf16. An entry that is absent, or not of this
-cache, is stored as zeros with a bias of -inf; one that holds a NaN code gets a bias of NaN, see `_note_nan`.
+cache, is stored as zeros with a bias of -inf; one that holds a NaN code gets a bias of NaN, see `_note_nan` and
+`_has_nan_scale`.
 """
 # mypy: ignore-errors
 # ruff: noqa: N803
@@ -22,17 +23,17 @@ ROW_BYTES = gl.constexpr(576)
 SCALE_BYTES = gl.constexpr(8)
 
 # Four codes, or two bf16, a word: four threads a row, and 16 or 32 bytes of each group a thread.
-CODES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
-VALUES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+CODES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
+VALUES = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
 OF_ROWS = gl.constexpr(gl.SliceLayout(1, CODES))
-HALVES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # two threads a row, for the prefetch
-QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 heads x 64 values
+QUARTERS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))  # four threads a row, for the prefetch
+QUERY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # 16 heads x 64 values
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16))
 KEY_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32))  # the keys' layout, seen as words of two bf16
 
 # Sign, exponent and fraction of e4m3 keep their order in bf16: shifted into place, a code reads 2^120 times too small,
 # subnormal codes as subnormal numbers. Twice a power of two makes it right; one alone would not reach every scale.
-EXPAND = gl.constexpr("""{
+_EXPAND = """{{
     .reg .b32 a, b, s, t, c;
     prmt.b32 a, $2, 0, 0x4140;
     prmt.b32 b, $2, 0, 0x4342;
@@ -45,16 +46,24 @@ EXPAND = gl.constexpr("""{
     mov.b32 c, 0x7b807b80;
     mul.bf16x2 a, a, c;
     mul.bf16x2 b, b, c;
-    mul.bf16x2 $0, a, $3;
-    mul.bf16x2 $1, b, $3;
-}""")
+    prmt.b32 s, $3, 0, {selector};
+    shl.b32 s, s, 7;
+    mov.b32 c, 0x00400040;
+    max.u16x2 s, s, c;
+    mul.bf16x2 $0, a, s;
+    mul.bf16x2 $1, b, s;
+}}"""
+E0 = gl.constexpr(_EXPAND.format(selector="0x4040"))
+E1 = gl.constexpr(_EXPAND.format(selector="0x4141"))
+E2 = gl.constexpr(_EXPAND.format(selector="0x4242"))
+E3 = gl.constexpr(_EXPAND.format(selector="0x4343"))
+EXPAND = gl.constexpr((E0, E1, E2, E3))
 
 PREFETCH = gl.constexpr("""{
     .reg .pred p;
     setp.ge.s32 p, $2, 0;
     @p prefetch.global.L2 [$1];
     @p prefetch.global.L2 [$1+128];
-    @p prefetch.global.L2 [$1+256];
     mov.u32 $0, 0;
 }""")
 
@@ -176,19 +185,12 @@ def _load_scales(scales, live):
 
 
 @gluon.jit
-def _scale(scales, GROUP: gl.constexpr):
-    byte = ((scales >> (8 * GROUP)) & 255).to(gl.int32)
-    scale = gl.where(byte == 0, 0x40, byte << 7)  # 2^-127 is a subnormal number
-    scale = gl.where(byte == 255, 0x7FC0, scale)
-    return scale | (scale << 16)
-
-
-@gluon.jit
-def _decode(words, scale):
+def _decode(words, scales, GROUP: gl.constexpr):
     """Codes [64, 16], four a word, times their group's scale: words [64, 32] of two bf16."""
-    scale, words = gl.broadcast(gl.expand_dims(scale, 1), words)
+    of_group = (scales >> (32 * (GROUP // 4))).to(gl.int32)
+    of_group, words = gl.broadcast(gl.expand_dims(of_group, 1), words)
     low, high = gl.inline_asm_elementwise(
-        EXPAND, "=r,=r,r,r", [words, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        EXPAND[GROUP % 4], "=r,=r,r,r", [words, of_group], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
     return gl.convert_layout(gl.join(low, high).reshape([64, 32]), VALUES, assert_trivial=True)
 
@@ -203,6 +205,16 @@ def _beside(left, right):
 def _note_nan(seen, words):
     """Set the high bit of a byte of ``seen`` where a code is 0x7F or 0xFF, which no shift makes a NaN."""
     return seen | ((words & 0x7F7F7F7F) + 0x01010101)
+
+
+@gluon.jit
+def _has_nan_scale(scales):
+    """[64] whether one of a row's seven scale bytes is 255."""
+    low = scales.to(gl.int32)
+    high = (scales >> 32).to(gl.int32)
+    low = ((low & 0x7F7F7F7F) + 0x01010101) & low & -2139062144  # 0x80808080
+    high = ((high & 0x7F7F7F7F) + 0x01010101) & high & 0x00808080
+    return (low | high) != 0
 
 
 @gluon.jit
@@ -244,9 +256,9 @@ def _copy_query(shared, queries, tile, TILES: gl.constexpr):
 def feed(shared, queries, window, second, work, TILES: gl.constexpr, TWO: gl.constexpr, CUT: gl.constexpr):
     """The feeding role: every block of this program's tiles, in order."""
     lane = gl.arange(0, 64, layout=OF_ROWS)
-    thread = gl.arange(0, 128, layout=HALVES)
+    thread = gl.arange(0, 256, layout=QUARTERS)
     near = thread & 63
-    half = (thread >> 6) * (ROW_BYTES // 2)
+    quarter = (thread >> 6) * (ROW_BYTES // 4)
     turn = 0
     served = 0  # tiles that have blocks
     first_tile, end_tile, step = work.tiles(CUT)
@@ -278,41 +290,30 @@ def feed(shared, queries, window, second, work, TILES: gl.constexpr, TWO: gl.con
             c5 = _load_words(data, live, 5)
             c6 = _load_words(data, live, 6)
             rope = _load_rope(data, live)
-            far = _slots(window, second, start, more_start, count, more, border, first + 1, near, TWO)
-            ahead, _ = _places(window, second, border, first + 1, far, TWO)
-            _prefetch(ahead + half, far)
             if TWO:
                 far = _slots(window, second, start, more_start, count, more, border, first + 2, near, TWO)
             for block in range(first, end):
                 stage = turn & 1
-                bias = gl.where(live, 0.0, float("-inf"))
+                bias = gl.where(live, gl.where(_has_nan_scale(scales), float("nan"), 0.0), float("-inf"))
                 seen = _note_nan(gl.full([64, 16], 0, gl.int32, CODES), c0)
                 seen = _note_nan(_note_nan(_note_nan(seen, c1), c2), c3)
                 seen = _note_nan(_note_nan(_note_nan(seen, c4), c5), c6)
                 bias = gl.where(gl.reduce_or(seen & -2139062144, 1) != 0, float("nan"), bias)  # 0x80808080
-
-                s0 = _scale(scales, 0)
-                s1 = _scale(scales, 1)
-                s2 = _scale(scales, 2)
-                s3 = _scale(scales, 3)
-                s4 = _scale(scales, 4)
-                s5 = _scale(scales, 5)
-                s6 = _scale(scales, 6)
 
                 live = next_slots >= 0
                 data, places = _places(window, second, border, block + 1, next_slots, TWO)
                 next_slots = _slots(window, second, start, more_start, count, more, border, block + 2, lane, TWO)
                 if TWO:
                     ahead, _ = _places(window, second, border, block + 2, far, TWO)
-                    _prefetch(ahead + half, far)
+                    _prefetch(ahead + quarter, far)
                     far = _slots(window, second, start, more_start, count, more, border, block + 3, near, TWO)
 
                 mbarrier.wait(shared.key_free.index(stage), ((turn >> 1) & 1) ^ 1)
                 key = shared.keys.index(stage)._reinterpret(gl.int32, [64, 256], KEY_WORDS)
-                key.slice(0, 64, dim=1).store(_beside(_decode(c0, s0), _decode(c1, s1)))
-                key.slice(64, 64, dim=1).store(_beside(_decode(c2, s2), _decode(c3, s3)))
-                key.slice(128, 64, dim=1).store(_beside(_decode(c4, s4), _decode(c5, s5)))
-                key.slice(192, 64, dim=1).store(_beside(_decode(c6, s6), rope))
+                key.slice(0, 64, dim=1).store(_beside(_decode(c0, scales, 0), _decode(c1, scales, 1)))
+                key.slice(64, 64, dim=1).store(_beside(_decode(c2, scales, 2), _decode(c3, scales, 3)))
+                key.slice(128, 64, dim=1).store(_beside(_decode(c4, scales, 4), _decode(c5, scales, 5)))
+                key.slice(192, 64, dim=1).store(_beside(_decode(c6, scales, 6), rope))
                 shared.bias.index(stage).store(bias)
                 fence_async_shared()
                 gl.thread_barrier()

@@ -30,7 +30,7 @@ class Limits:
     shared_bytes: int
 
 
-TESTED: Mapping[str, Limits] = {"3.6.0": Limits(168, 64, 224 * 1024)}
+TESTED: Mapping[str, Limits] = {"3.6.0": Limits(168, 128, 224 * 1024)}
 """By Triton's version."""
 
 

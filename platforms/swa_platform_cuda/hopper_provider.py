@@ -32,7 +32,8 @@ LAYOUT = "fp8_ds_mla"
 TWO_CACHES_FROM_TOKENS: int | None = None
 """Decode tokens from which our kernel decodes layers with a second cache, too; None: FlashMLA does wherever it serves.
 
-Measured beside FlashMLA in one run on an H200. Without FlashMLA, in the batch-invariant mode, and where
+Measured beside FlashMLA in one run on an H200, ours with 128 + 512 keys takes 1.0 to 1.3 of its time: feeding blocks of
+keys is what bounds it. With one cache it takes 0.84 to 0.95. Without FlashMLA, in the batch-invariant mode, and where
 ``SWA_BACKEND_ATTENTION`` asks for ``hopper``, ours always does.
 """
 
