@@ -1,4 +1,4 @@
-"""Our own Hopper kernels as an attention provider, first choice on sm90.
+"""Our own Hopper kernels as an attention provider for sm90; today it serves where ``SWA_BACKEND_ATTENTION`` names it.
 
 Decode reads the paged caches (`swa_platform_cuda.hopper_decode`); with a second cache it is ours where that was
 measured to be faster than FlashMLA, see `TWO_CACHES_FROM_TOKENS`. Prefill of layers that see their window only goes to
