@@ -173,6 +173,7 @@ def test_parts_of_a_gpu_platform(platform):
 
 
 def test_x5_triton_is_refused_on_a_chip_without_bf16_products(monkeypatch):
+    pytest.importorskip("triton")
     import torch
 
     triton = next(one for one in swa_platform_cuda.PLATFORM.load_providers(None) if one.name == "triton")

@@ -24,6 +24,8 @@ from swa_platform_rocm.builder import DeepseekV4ROCMAiterSparseSWAMetadataBuilde
 from tests.rocm_support import GFX942, GFX950, rocm_backend, rocm_builder
 from tests.support import Batch, golden_cases, load_golden, make_builder, make_config
 
+pytest.importorskip("triton")  # the platform's attention is Triton's
+
 # One of each kind; the kernel is compared with every recorded case in tests/kernels.
 GOLDEN = [
     "decode_single", "decode_invalid_tokens", "decode_padded_requests", "decode_window_16", "draft_update_3",

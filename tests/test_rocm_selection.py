@@ -145,6 +145,7 @@ def test_x5_a_device_is_refused_when_the_builder_is_constructed(monkeypatch: pyt
 def test_x5_gfx1201_is_served_with_reasons_and_a_remark(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("triton")
     monkeypatch.delenv("SWA_BACKEND_ATTENTION", raising=False)
     _check_chip.cache_clear()  # which says it once a process
     with caplog.at_level(logging.WARNING, "swa_backend"):
@@ -162,6 +163,7 @@ def test_x5_gfx1201_is_served_with_reasons_and_a_remark(
 
 def test_x6_nothing_of_the_vendor_is_imported_by_loading_the_platform() -> None:
     """Not by the platform's parts either, until a device is known to be a gfx950."""
+    pytest.importorskip("triton")
     code = (
         "import sys; from swa_backend import get_backend;"
         "b = get_backend('rocm', target='hip:gfx950'); b.get_builder_cls(), b.operations, b.scheduler, b.providers;"
