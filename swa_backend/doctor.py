@@ -80,6 +80,14 @@ class Report:
         """The report as plain data, ready for JSON."""
         return asdict(self)
 
+    def problem_of_forced_provider(self) -> str | None:
+        """What is wrong with ``SWA_BACKEND_ATTENTION`` if it names a provider that no platform of the report has."""
+        forced = forced_provider()
+        names = sorted({one.name for backend in self.backends for one in backend.providers})
+        if not forced or not names or forced in names:
+            return None
+        return f"{ATTENTION_VARIABLE}: found {forced!r}; legal: {', '.join(names)}. Name one of them, or unset it."
+
 
 def examine(platform: str | None = None, target: str | None = None) -> Report:
     """Look at everything.

@@ -246,3 +246,24 @@ def test_cold_calls_leave_out_what_clears_the_cache(monkeypatch: pytest.MonkeyPa
     assert timing.cold_on_gpu(lambda: None, 2) == [5.0, 0.0]
     with pytest.raises(RuntimeError, match="2 of 3 cold calls"):
         timing.cold_on_gpu(lambda: None, 3)
+
+
+@pytest.mark.parametrize("time", ["NaN", "Infinity", "1" + "0" * 400])
+def test_a_time_that_is_no_number_of_microseconds_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], time: str
+) -> None:
+    text = json.dumps(report("cache", case("write 64", times(77.5, 1)))).replace("77.5", time)
+    path = str(write(tmp_path / "a.json", text))
+    for command in (["show", path], ["compare", path, path]):
+        assert main(["bench", *command]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "where ours has gpu" in err
+
+
+def test_runs_without_a_common_case_are_no_comparison(saved: tuple[str, str], tmp_path: Path, capsys: Any) -> None:
+    other = str(write(tmp_path / "c.json", report("cache", case("another", times(1, 1)))))
+    assert main(["bench", "compare", saved[0], other, "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "no case in common" in err

@@ -9,6 +9,7 @@ import pytest
 
 from swa_backend import PlatformError, packaged_models
 from swa_backend import registry as registry_module
+from swa_backend.cli import main
 from swa_backend.doctor import examine
 from tests.fakes import FakePoint, fake_platform, own, registry_of
 
@@ -80,3 +81,13 @@ def test_a_target_limits_the_providers_to_what_was_asked_for():
         examine("cuda", "hip:gfx942")
     with pytest.raises(PlatformError, match="no installed package"):
         examine("tpu")
+
+
+def test_a_forced_provider_that_there_is_not_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SWA_BACKEND_ATTENTION", "referense")
+    assert main(["doctor", "--platform", "cpu"]) == 2
+    assert "SWA_BACKEND_ATTENTION: found 'referense'; legal: reference." in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setenv("SWA_BACKEND_ATTENTION", "reference")
+    assert main(["doctor", "--platform", "cpu"]) == 0

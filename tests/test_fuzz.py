@@ -291,3 +291,12 @@ def test_random_cases_run_alike_wherever_they_run() -> None:
     first = [(step.queries.tolist(), step.tables["main"].tolist()) for _, _, step in steps_of(range(3))]
     random.seed(2)
     assert [(step.queries.tolist(), step.tables["main"].tolist()) for _, _, step in steps_of(range(3))] == first
+
+
+def test_a_folder_for_cases_that_is_a_file_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    assert cli.main(["fuzz", "--platform", "cpu", "--steps", "3", "--save", str(taken)]) == 2
+    assert "no folder" in capsys.readouterr().err

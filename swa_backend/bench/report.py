@@ -8,6 +8,7 @@ of `swa_backend.bench.timing.Timing` in microseconds a call.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,15 @@ def _check(path: Path, report: Any) -> None:
             raise _refuse(path, f"{where} ({row['case']!r}) without times of {OURS!r}")
         for who, times in contenders(row):
             for metric, value in times.items():
-                if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+                if value is not None and not _is_time(value):
                     raise _refuse(path, f"{where} ({row['case']!r}) where {who} has {metric} = {value!r}")
+
+
+def _is_time(value: object) -> bool:
+    """Whether it is a number of microseconds: finite, and one that a float holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 <= value <= sys.float_info.max  # not NaN either
 
 
 def _refuse(path: Path, found: str) -> ConfigError:

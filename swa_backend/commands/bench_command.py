@@ -93,6 +93,13 @@ def compare(
     if plot is not None:
         check_picture(plot)
     comparison = compare_runs(read_reports(before), read_reports(after))
+    if not comparison.changes:
+        raise ConfigError(
+            str(after),
+            found=f"no case in common with {before}",
+            legal="two runs of the same bench",
+            fix="Compare runs that timed the same cases.",
+        )
     if plot is not None:
         plot_ratios(bars_of_comparison(comparison), plot, f"{before} -> {after}", _CHANGE)
     slower = comparison.slower(fail_above) if fail_above is not None else ()
@@ -102,8 +109,6 @@ def compare(
         notes = [f"The runs differ in more than the library: {one}" for one in comparison.differences]
         notes += [f"Only in {before}: {one}" for one in comparison.only_before]
         notes += [f"Only in {after}: {one}" for one in comparison.only_after]
-        if not comparison.changes:
-            notes.append("The runs have no case in common.")
         notes += [f"Slower than allowed: {one.what}: {one.case}, {one.metric} x {one.factor:.2f}" for one in slower]
         show(_changes(comparison), *(escape(note) for note in notes))
     if slower:

@@ -26,8 +26,9 @@ def doctor(
 ) -> None:
     """Show versions, devices, every platform and every attention provider, with the reasons for and against each.
 
-    Exit status 2 if no platform could be chosen, because SWA_BACKEND_PLATFORM names one that cannot be used here; with
-    --vllm also if vLLM would not run as SWA_BACKEND_VLLM asks.
+    Exit status 2 if no platform could be chosen, because SWA_BACKEND_PLATFORM names one that cannot be used here, or if
+    SWA_BACKEND_ATTENTION names a provider that there is not; with --vllm also if vLLM would not run as SWA_BACKEND_VLLM
+    asks.
     """
     if target is not None and platform is None:
         platform = backend_for(target, None).name
@@ -38,7 +39,8 @@ def doctor(
     else:
         tables = [_summary(report), _platforms(report), *(_providers(backend) for backend in report.backends)]
         show(*tables, *([] if engine is None else [_vllm(engine)]))
-    problems = [one for one in (report.error, engine.problem if engine is not None else None) if one is not None]
+    found = (report.error, report.problem_of_forced_provider(), engine.problem if engine is not None else None)
+    problems = [one for one in found if one is not None]
     for problem in problems:
         complain(problem)
     if problems:

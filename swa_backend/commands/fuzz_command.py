@@ -12,6 +12,7 @@ from rich.table import Table
 
 from swa_backend.commands.options import JsonOption, PlatformOption
 from swa_backend.commands.output import progress_bar, show, write_json
+from swa_backend.errors import ConfigError
 from swa_backend.registry import get_backend
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def fuzz(
     on_gpu = backend.platform.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(backend.platform.device_type)
     chosen = Profile(profile.value) if profile is not None else Profile.CHIP if on_gpu else Profile.ANY
+    if save.exists() and not save.is_dir():
+        raise ConfigError("--save", found=f"{str(save)!r}, no folder", legal="a folder", fix="Name another one.")
     if case is not None:
         _run_one(case, backend, device, Mode(mode.value), attention, json)
         return
