@@ -8,8 +8,10 @@ import torch
 
 from swa_backend._memory import overlap
 from swa_backend.batch import check_tensor
-from swa_backend.errors import BatchError
+from swa_backend.errors import BatchError, ValidationError
+from swa_backend.problems import Problem, broken
 from swa_backend.row_marks import mark_rows
+from swa_backend.validation import validating
 
 if TYPE_CHECKING:
     from swa_backend.backend import Backend
@@ -58,15 +60,18 @@ def map_topk(
         out: (slots [T, K] int32, lens [T] int32) to write, apart from ``topk``; None allocates them. Given to `attend`
             as these same tensor objects, they are not cleaned again (`swa_backend.row_marks`).
         backend: whose operations run; None takes the chosen platform's.
-        distinct: a promise that no entry occurs twice in a row, as in every top-k result. Nothing checks it; it lets
-            the layers of a step share one plan.
+        distinct: a promise that no entry occurs twice in a row, as in every top-k result; it lets the layers of a step
+            share one plan. Checked only under ``SWA_BACKEND_VALIDATE=1``, which reads the device.
 
     Returns:
         What was written.
 
     Raises:
         BatchError: a dtype, device, shape or number is wrong.
+        ValidationError: in validation mode, an entry occurs twice in a row that was promised distinct.
     """
+    if not isinstance(distinct, bool):
+        raise BatchError("distinct", found=type(distinct).__name__, legal="True or False", fix="Pass a bool.")
     check_tensor("topk", topk, torch.int32, (-1, -1), _device_of(topk))
     tokens, width = topk.shape
     device = topk.device
@@ -101,6 +106,8 @@ def map_topk(
             legal="what get_backend(name) returned, or None",
             fix="Pass the descriptor, not its name.",
         )
+    if distinct and validating(False, topk):
+        _validate_distinct(topk)
     if tokens:
         backend.operations.map_topk(
             topk, token_to_req, positions, block_table, entries_per_page, is_valid, ratio, num_pages, slots, lens
@@ -146,4 +153,24 @@ def _check_number(field: str, value: object, minimum: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise BatchError(
             field, found=repr(value), legal=f"an int >= {minimum}", fix="Pass the host value as a Python int."
+        )
+
+
+def _validate_distinct(topk: torch.Tensor) -> None:
+    """Refuse the first row that holds an entry twice."""
+    ordered = topk.sort(dim=1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    wrong = twice.any(dim=1)
+    if bool(wrong.any()):
+        token = int(wrong.int().argmax())
+        entry = int(ordered[token, 1:][twice[token]][0])
+        broken(
+            Problem.ROWS,
+            ValidationError(
+                f"topk[{token}]",
+                found=f"entry {entry} twice",
+                legal="distinct entries, as distinct=True promises",
+                fix="Pass distinct=False, or picks without repeats: a shared plan would not fit them.",
+            ),
+            int(wrong.sum()),
         )

@@ -5,6 +5,7 @@ An error names the field, and the request, token or column at fault; see `swa_ba
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ import torch
 from swa_backend._math import cdiv
 from swa_backend.batch import CommonAttentionMetadata
 from swa_backend.buffers import GroupPages
+from swa_backend.capture import capture_id
+from swa_backend.config import VALIDATE_VARIABLE
 from swa_backend.errors import ValidationError
 from swa_backend.problems import Problem, broken
 from swa_backend.split import Split
@@ -225,6 +228,14 @@ class ValueRules:
                     what="column",
                     kind=Problem.NULL_PAGES,
                 )
+
+
+def validating(asked: bool, tensor: torch.Tensor) -> bool:
+    """Whether a call that has no builder checks values: asked to, or by the environment.
+
+    Never while a graph is captured, which reads nothing.
+    """
+    return (asked or os.environ.get(VALIDATE_VARIABLE) == "1") and not capture_id(tensor)
 
 
 def _host(tensor: torch.Tensor | None) -> torch.Tensor | None:

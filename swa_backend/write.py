@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from swa_backend.batch import check_tensor
 from swa_backend.cache import PagedCache
 from swa_backend.cache_layout import HEAD_DIM
-from swa_backend.capture import capture_id
-from swa_backend.config import VALIDATE_VARIABLE
 from swa_backend.errors import BatchError, CacheError, ValidationError
 from swa_backend.pages import PageView
 from swa_backend.problems import Problem, broken
+from swa_backend.validation import validating
 
 
 def write_kv(k: torch.Tensor, cache: PagedCache, slot_mapping: torch.Tensor, *, validate: bool = False) -> None:
@@ -52,7 +49,7 @@ def write_kv(k: torch.Tensor, cache: PagedCache, slot_mapping: torch.Tensor, *, 
         )
     if not tokens:
         return
-    if _validating(validate, k):
+    if validating(validate, k):
         _validate_write(k[:tokens], pages, slot_mapping)
     cache.backend.operations.write_kv(k, pages, slot_mapping)
 
@@ -116,7 +113,7 @@ def gather_kv(
         )
     if not requests:
         return
-    if _validating(validate, out):
+    if validating(validate, out):
         _validate_gather(pages, block_table, seq_lens, gather_lens, height - offset)
     cache.backend.operations.gather_kv(pages, block_table, seq_lens, gather_lens, out, offset)
 
@@ -130,11 +127,6 @@ def _pages(cache: object) -> PageView:
             fix="Bind the tensor to a cache and pass that.",
         )
     return cache.pages
-
-
-def _validating(asked: bool, tensor: torch.Tensor) -> bool:
-    """Whether values are checked; never while a graph is captured, which reads nothing."""
-    return (asked or os.environ.get(VALIDATE_VARIABLE) == "1") and not capture_id(tensor)
 
 
 def _validate_write(k: torch.Tensor, pages: PageView, slot_mapping: torch.Tensor) -> None:

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swa_backend.errors import BatchError
+from swa_backend.errors import BatchError, ValidationError
+from swa_backend.problems import Problem, count_problems
 from swa_backend.registry import get_backend
 from swa_backend.topk import TopkSlots, map_topk
 
@@ -259,3 +260,25 @@ class TestChecks:
         with pytest.raises(BatchError) as error:
             map_topk(**self.ARGUMENTS, backend="cpu")  # type: ignore[arg-type]
         assert error.value.field == "backend"
+
+    def test_distinct_is_a_bool(self) -> None:
+        with pytest.raises(BatchError) as error:
+            map_topk(**self.ARGUMENTS, backend=get_backend("cpu"), distinct=1)  # type: ignore[arg-type]
+        assert error.value.field == "distinct"
+
+
+def test_the_promise_of_distinct_picks_is_checked_in_validation_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """-1 may occur as often as it likes."""
+    table, apart, twice = ints([[1]]), ints([[3, -1, 0, -1]] * 3), ints([[3, -1, 0, -1], [2, 0, 1, 2], [1, 1, 1, -1]])
+    requests = [0] * 3
+    run(twice, requests, table, distinct=True)  # not looked at
+    monkeypatch.setenv("SWA_BACKEND_VALIDATE", "1")
+    run(apart, requests, table, distinct=True)
+    run(twice, requests, table, distinct=False)
+    with pytest.raises(ValidationError) as error:
+        run(twice, requests, table, distinct=True)
+    assert error.value.field == "topk[1]"
+    assert "entry 2 twice" in str(error.value)
+    with count_problems() as problems:
+        run(twice, requests, table, distinct=True)
+    assert problems.counts == {Problem.ROWS: 2}
