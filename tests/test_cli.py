@@ -190,7 +190,7 @@ class TestMain:
 
     def test_doctor_tells_of_a_forced_provider(self, monkeypatch, capsys):
         monkeypatch.setenv("SWA_BACKEND_ATTENTION", "nope")
-        assert cli.main(["doctor", "--platform", "cpu", "--json"]) == 0
+        assert cli.main(["doctor", "--platform", "cpu", "--json"]) == 2
         (backend,) = json.loads(capsys.readouterr().out)["backends"]
         (provider,) = backend["providers"]
         assert provider["models"]["V4-Flash"] == ["SWA_BACKEND_ATTENTION names 'nope'"]

@@ -290,7 +290,8 @@ class TestPicture:
 
         def colours(*arguments: str) -> dict[str, int]:
             path = tmp_path / "step.png"
-            assert main(["inspect", "--platform", "cpu", "--plot", str(path), *arguments]) == 0
+            status = 1 if "missing-page" in arguments else 0  # which validation would refuse
+            assert main(["inspect", "--platform", "cpu", "--plot", str(path), *arguments]) == status
             red, green, blue = (image.imread(path)[..., :3] * 255).round().astype(int).transpose(2, 0, 1)
             found, counts = np.unique((red << 16) + (green << 8) + blue, return_counts=True)
             return {f"#{one:06X}": int(n) for one, n in zip(found, counts, strict=True)}
@@ -420,3 +421,11 @@ class TestCommand:
         assert main(["inspect", "--platform", "cpu", "--plot", "a.png"]) == 2
         assert "Run: pip install 'swa-backend[plot]'" in capsys.readouterr().err
         assert main(["inspect", "--platform", "cpu", "--batch", "decode"]) == 0
+
+
+@pytest.mark.parametrize(("name", "status"), [("missing-page", 1), ("mixed", 0)])
+def test_what_validation_would_refuse_shows_in_the_exit_status(
+    name: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", "--platform", "cpu", "--batch", name, "--json"]) == status
+    assert (json.loads(capsys.readouterr().out)["validation"] is None) is (status == 0)

@@ -54,7 +54,10 @@ def inspect(
     platform: PlatformOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show the split, rows, pages, chunk plan and plans of one step. Exit status 1 if a row is wrong."""
+    """Show the split, rows, pages, chunk plan and plans of one step.
+
+    Exit status 1 if a row is wrong or validation would refuse the step.
+    """
     backend = get_backend(platform)
     if plot is not None:
         check_picture(plot)
@@ -91,7 +94,7 @@ def inspect(
         from swa_backend.commands.inspect_tables import tables
 
         show(*tables(report, rows))
-    if report.problems:
+    if report.problems or report.validation is not None:
         raise typer.Exit(EXIT_PROBLEM)
 
 
