@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from swa_backend.cache_layout import HEAD_DIM
+from swa_backend.config import MAX_HEADS_PER_RANK
+
 if TYPE_CHECKING:
     from swa_backend.cache_layout import PageLayout
     from swa_backend.config import BackendConfig
@@ -59,6 +62,16 @@ class AttentionCall:
     scale: float
     compressed: CompressedRows | None
     capture: int = 0  # number of the graph capture that launches go to, for a provider that takes plans
+
+
+def head_reasons(shape: AttentionShape) -> list[str]:
+    """Reasons against the heads of a shape for kernels that take every head count and the one head size there is."""
+    reasons: list[str] = []
+    if not 1 <= shape.num_heads <= MAX_HEADS_PER_RANK:
+        reasons.append(f"num_heads is {shape.num_heads}; it takes 1 to {MAX_HEADS_PER_RANK}")
+    if shape.head_dim != HEAD_DIM:
+        reasons.append(f"head_dim is {shape.head_dim}; it takes {HEAD_DIM}")
+    return reasons
 
 
 class AttentionProvider(Protocol):

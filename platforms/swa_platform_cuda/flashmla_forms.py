@@ -7,18 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swa_backend.errors import CacheError
+from swa_backend._checks import INT32_MAX
+from swa_platform_cuda.bulk_pages import ALIGNED_BYTES, check_pages
 from swa_platform_cuda.flashmla_build import DECODE_HEADS
 from swa_platform_cuda.flashmla_contents import SM100
 
 if TYPE_CHECKING:
     from swa_backend.pages import PageView
     from swa_platform_cuda.flashmla_workspace import Workspace
-
-INT32_MAX = 2**31 - 1
-ALIGNED_BYTES = 16
-"""Of an address or a stride that a kernel's bulk copies take."""
-
 
 def padded_heads(heads: int, legal: tuple[int, ...]) -> int:
     """The smallest head count that a kernel has for this many."""
@@ -50,25 +46,11 @@ def cache_of(pages: PageView, arch: str) -> torch.Tensor:
 
 
 def _check_pages(pages: PageView, arch: str) -> None:
-    stride, multiple = pages.page_stride, ALIGNED_BYTES
-    limit = INT32_MAX
+    multiple, limit = ALIGNED_BYTES, INT32_MAX
     if arch in SM100:  # its kernels see the cache as rows of one data row's length
         multiple = pages.layout.data_stride
         limit = min(limit, INT32_MAX * multiple // pages.num_pages)
-    if pages.num_pages > 1 and (stride % multiple or stride > limit):
-        raise CacheError(
-            "cache page stride",
-            found=f"{pages.num_pages} pages {stride} bytes apart",
-            legal=f"a multiple of {multiple}, at most {limit}, for FlashMLA on sm{arch}",
-            fix="Allocate with cache.allocate(num_pages, device), or pad the engine's blocks to such a distance.",
-        )
-    if pages.data.data_ptr() % ALIGNED_BYTES:
-        raise CacheError(
-            "cache address",
-            found=f"{pages.data.data_ptr() % ALIGNED_BYTES} bytes past a multiple of {ALIGNED_BYTES}",
-            legal=f"a multiple of {ALIGNED_BYTES} for FlashMLA",
-            fix="Let the cache begin at such an address inside its storage.",
-        )
+    check_pages(pages, "FlashMLA", multiple, limit, chip=f" on sm{arch}")
 
 
 def bulk_copies(tensor: torch.Tensor) -> bool:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swa_platform_cuda.bulk_pages import ALIGNED_BYTES
 from swa_platform_cuda.flashmla_build import DECODE_WIDTH_MULTIPLE, HEAD_DIM, FlashMLABuild
-from swa_platform_cuda.flashmla_forms import ALIGNED_BYTES, bulk_copies, cache_key, cache_of, padded_sink, write_lse
+from swa_platform_cuda.flashmla_forms import bulk_copies, cache_key, cache_of, padded_sink, write_lse
 from swa_platform_cuda.flashmla_shared import Preparer, Shared, second_identity
 
 if TYPE_CHECKING:

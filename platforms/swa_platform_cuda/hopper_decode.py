@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from swa_backend.capture import capture_id
-from swa_backend.errors import CacheError
 from swa_backend.kernels.paging import divisor
 from swa_backend.split_plan import compute_units
+from swa_platform_cuda.bulk_pages import ALIGNED_BYTES, check_pages
 from swa_platform_cuda.flashmla_workspace import Workspace
 from swa_platform_cuda.hopper_combine import GROUPS, PROGRAM_LIMIT, combine_launcher
 from swa_platform_cuda.hopper_decode_kernel import hopper_decode
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from swa_backend.provider import AttentionCall
 
 LOG2_E = 1.4426950408889634
-INT32_MAX = 2**31 - 1
-_ALIGNED_BYTES = 16
 _HEAD_DIM = 512
 
 
@@ -35,21 +33,8 @@ def _page_numbers(pages: PageView) -> tuple[int, int, int, int, int, int]:
     """
     found: tuple[int, int, int, int, int, int] | None = pages.launches.get("hopper decode")
     if found is None:
+        check_pages(pages, "the Hopper kernels")
         stride = pages.page_stride if pages.num_pages > 1 else 0
-        if stride % _ALIGNED_BYTES or stride > INT32_MAX:
-            raise CacheError(
-                "cache page stride",
-                found=f"{pages.num_pages} pages {stride} bytes apart",
-                legal=f"a multiple of {_ALIGNED_BYTES}, at most {INT32_MAX}, for the Hopper kernels",
-                fix="Allocate with cache.allocate(num_pages, device), or pad the engine's blocks to such a distance.",
-            )
-        if pages.data.data_ptr() % _ALIGNED_BYTES:
-            raise CacheError(
-                "cache address",
-                found=f"{pages.data.data_ptr() % _ALIGNED_BYTES} bytes past a multiple of {_ALIGNED_BYTES}",
-                legal=f"a multiple of {_ALIGNED_BYTES} for the Hopper kernels",
-                fix="Let the cache begin at such an address inside its storage.",
-            )
         found = (pages.data.data_ptr(), stride, pages.entries, *divisor(pages.entries), pages.num_slots)
         pages.launches["hopper decode"] = found
     return found
@@ -68,7 +53,7 @@ def decode_launcher(device: torch.device, heads: int, two: bool) -> Launcher:
 
 def _is_usual(tensor: torch.Tensor) -> bool:
     """Whether a bf16 tensor [n, h, 512] has contiguous heads, aligned to 16 bytes."""
-    return tensor.stride(1) == _HEAD_DIM and not (tensor.stride(0) % 8 or tensor.data_ptr() % _ALIGNED_BYTES)
+    return tensor.stride(1) == _HEAD_DIM and not (tensor.stride(0) % 8 or tensor.data_ptr() % ALIGNED_BYTES)
 
 
 class PagedDecode:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from swa_backend.cache_layout import HEAD_DIM, Dialect
-from swa_backend.config import MAX_HEADS_PER_RANK
-from swa_backend.provider import AttentionProvider
+from swa_backend.cache_layout import Dialect
+from swa_backend.provider import AttentionProvider, head_reasons
 from swa_backend.provider_choice import forced_provider
 from swa_platform_cuda.flashmla_discovery import Finder
 from swa_platform_cuda.flashmla_provider import FlashMLAAttention
@@ -107,11 +106,7 @@ class HopperAttention(AttentionProvider):
 
     def supports(self, shape: AttentionShape) -> Sequence[str]:
         """Every reason why the shape cannot be served; empty when it can."""
-        reasons: list[str] = []
-        if not 1 <= shape.num_heads <= MAX_HEADS_PER_RANK:
-            reasons.append(f"num_heads is {shape.num_heads}; it takes 1 to {MAX_HEADS_PER_RANK}")
-        if shape.head_dim != HEAD_DIM:
-            reasons.append(f"head_dim is {shape.head_dim}; it takes {HEAD_DIM}")
+        reasons = head_reasons(shape)
         reasons.extend(_layout_reasons((shape.swa_layout, *shape.compressed_layouts)))
         arch = self._target.arch if self._target is not None else self._finder.capability(shape.device)
         if arch != ARCH:

@@ -10,8 +10,7 @@ import torch
 
 from swa_backend._math import cdiv
 from swa_backend.cache_layout import HEAD_DIM, Dialect, PageLayout
-from swa_backend.config import MAX_HEADS_PER_RANK
-from swa_backend.provider import AttentionProvider
+from swa_backend.provider import AttentionProvider, head_reasons
 from swa_backend.split_plan import SplitPlan, compute_units
 from swa_platform_rocm.aiter_discovery import ARCH, CURRENT, AiterKernel, Found, find_aiter
 from swa_platform_rocm.aiter_room import MOST_TOKENS, Room, Rooms, entries_of
@@ -76,11 +75,7 @@ class AiterAttention(AttentionProvider):
 
     def supports(self, shape: AttentionShape) -> Sequence[str]:
         """Every reason why the shape cannot be served; empty when it can."""
-        reasons: list[str] = []
-        if not 1 <= shape.num_heads <= MAX_HEADS_PER_RANK:
-            reasons.append(f"num_heads is {shape.num_heads}; it takes 1 to {MAX_HEADS_PER_RANK}")
-        if shape.head_dim != HEAD_DIM:
-            reasons.append(f"head_dim is {shape.head_dim}; it takes {HEAD_DIM}")
+        reasons = head_reasons(shape)
         reasons.extend(_layout_reasons((shape.swa_layout, *shape.compressed_layouts)))
         if shape.batch_invariant:
             reasons.append("batch_invariant is set; its tiles follow the number of rows")

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from swa_backend.cache_layout import HEAD_DIM
-from swa_backend.config import MAX_HEADS_PER_RANK
-from swa_backend.provider import AttentionProvider
+from swa_backend.provider import AttentionProvider, head_reasons
 
 if TYPE_CHECKING:
     import torch
@@ -42,11 +40,7 @@ class TritonAttention(AttentionProvider):
 
     def supports(self, shape: AttentionShape) -> Sequence[str]:
         """Every reason why the shape cannot be served; empty when it can."""
-        reasons: list[str] = []
-        if not 1 <= shape.num_heads <= MAX_HEADS_PER_RANK:
-            reasons.append(f"num_heads is {shape.num_heads}; it takes 1 to {MAX_HEADS_PER_RANK}")
-        if shape.head_dim != HEAD_DIM:
-            reasons.append(f"head_dim is {shape.head_dim}; it takes {HEAD_DIM}")
+        reasons = head_reasons(shape)
         reasons.extend(_triton_reasons())
         reasons.extend(self._chip_reasons(shape.device))
         return tuple(reasons)

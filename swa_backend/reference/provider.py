@@ -6,11 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from swa_backend.provider import AttentionCall, AttentionProvider, AttentionShape
+from swa_backend.provider import AttentionCall, AttentionProvider, AttentionShape, head_reasons
 from swa_backend.reference.attention import Segment, sparse_attention
-
-_MAX_HEADS = 128
-_HEAD_DIM = 512
 
 
 class ReferenceAttention(AttentionProvider):
@@ -20,12 +17,7 @@ class ReferenceAttention(AttentionProvider):
 
     def supports(self, shape: AttentionShape) -> Sequence[str]:
         """Every reason why the shape cannot be served; empty when it can."""
-        reasons: list[str] = []
-        if not 1 <= shape.num_heads <= _MAX_HEADS:
-            reasons.append(f"num_heads is {shape.num_heads}; it takes 1 to {_MAX_HEADS}")
-        if shape.head_dim != _HEAD_DIM:
-            reasons.append(f"head_dim is {shape.head_dim}; it takes {_HEAD_DIM}")
-        return tuple(reasons)
+        return tuple(head_reasons(shape))
 
     def decode(self, call: AttentionCall) -> None:
         """Write the rows of the decode tokens, padded ones included."""
