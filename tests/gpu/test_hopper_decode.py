@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.attention_scene", "tests.attention_suite", "tests.flashmla_golden")
+for helper in ("attention_scene", "attention_suite", "flashmla_golden", "gpu.captured_step"):
+    pytest.register_assert_rewrite(f"tests.{helper}")
 
 from swa_backend.cache_layout import get_layout  # noqa: E402
 from swa_backend.errors import CacheError  # noqa: E402
@@ -19,7 +20,7 @@ from swa_backend.registry import get_backend  # noqa: E402
 from tests.attention_scene import ProviderUnderTest, Scene, floats  # noqa: E402
 from tests.attention_suite import *  # noqa: E402, F403
 from tests.flashmla_golden import golden_call  # noqa: E402
-from tests.gpu.test_flashmla import LENGTHS, Model  # noqa: E402
+from tests.gpu.captured_step import check_replays  # noqa: E402
 from tests.oracle_attention import relative_error, worst_row_error  # noqa: E402
 from tests.support import GOLDEN, load_golden  # noqa: E402
 
@@ -314,29 +315,7 @@ def test_a_cache_that_the_kernel_cannot_read_is_refused(provider: ProviderUnderT
 
 
 def test_g5_g6_t3_a_captured_step_equals_an_eager_one_bit_for_bit(provider: ProviderUnderTest) -> None:
-    model = Model()
-    model.change([100] * 8, 0)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        model.step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _, captured = model.step(layers=2)
-    for seed, (name, seqs) in enumerate(LENGTHS.items(), 1):
-        model.change(seqs, seed)
-        for one in captured:
-            one.fill_(NAN)
-        graph.replay()
-        replayed = [one.clone() for one in captured]
-        _, eager = model.step(layers=2)
-        torch.cuda.synchronize()
-        for number, (found, right) in enumerate(zip(replayed, eager, strict=True)):
-            assert torch.equal(found, right), f"{name}: result {number}"
-        assert not replayed[0][len(seqs) :].any()
-        assert torch.isfinite(replayed[0]).all()
-        assert torch.isneginf(replayed[1][len(seqs) :]).all()
+    check_replays(layers=2)
 
 
 def test_nothing_is_allocated_by_a_call(provider: ProviderUnderTest) -> None:
@@ -351,6 +330,7 @@ def test_nothing_is_allocated_by_a_call(provider: ProviderUnderTest) -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-def test_hopper_is_the_first_choice(provider: ProviderUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SWA_BACKEND_ATTENTION")
+def test_hopper_serves_where_it_is_named_only(provider: ProviderUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_provider(get_backend("cuda"), shape_of()).name == "hopper"
+    monkeypatch.delenv("SWA_BACKEND_ATTENTION")
+    assert choose_provider(get_backend("cuda"), shape_of()).name != "hopper"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-for helper in ("attention_scene", "attention_suite", "portable_golden", "kernels.attention_calls"):
+for helper in ("attention_scene", "attention_suite", "portable_golden", "kernels.attention_calls", "gpu.captured_step"):
     pytest.register_assert_rewrite(f"tests.{helper}")
 
 from swa_backend.kernels.jit import stats  # noqa: E402
@@ -20,7 +20,7 @@ from swa_backend.portable.provider import TritonAttention  # noqa: E402
 from swa_backend.registry import get_backend  # noqa: E402
 from tests.attention_scene import ProviderUnderTest, Scene, check, mixed  # noqa: E402
 from tests.attention_suite import *  # noqa: E402, F403
-from tests.gpu.test_flashmla import LENGTHS, Model  # noqa: E402
+from tests.gpu.captured_step import check_replays  # noqa: E402
 from tests.kernels.attention_calls import Case, keyed_twin, make_case  # noqa: E402
 from tests.portable_golden import *  # noqa: E402, F403
 
@@ -90,27 +90,7 @@ def test_the_chips_conversions_and_integer_arithmetic_give_the_same_bits(monkeyp
 
 
 def test_g5_g6_t3_a_captured_step_equals_an_eager_one_bit_for_bit(provider: ProviderUnderTest) -> None:
-    model = Model()
-    model.change([100] * 8, 0)
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        model.step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _, captured = model.step()
-    for seed, (name, seqs) in enumerate(LENGTHS.items(), 1):
-        model.change(seqs, seed)
-        for one in captured:
-            one.fill_(torch.nan)
-        graph.replay()
-        replayed = [one.clone() for one in captured]
-        _, eager = model.step()
-        torch.cuda.synchronize()
-        for number, (found, expected) in enumerate(zip(replayed, eager, strict=True)):
-            assert torch.equal(found, expected), f"{name}: result {number} (out and lse of swaonly, c4a, c128a)"
-        assert torch.isfinite(replayed[0]).all()
+    check_replays()
 
 
 def test_h1_calls_after_warm_up_compile_and_allocate_nothing(

@@ -10,20 +10,15 @@ import torch
 
 from swa_backend.bench.decode_step import DecodeStep
 from swa_backend.registry import get_backend
+from tests.gpu import captured_step
+from tests.gpu.captured_step import capture
 
 pytestmark = pytest.mark.gpu
 
 REQUESTS, CONTEXT = 8, 8192
 PROVIDERS = ("flashmla",)
 
-LENGTHS = {
-    "g6 longer than captured": [130, 700, 5000, 8192, 64, 129, 4097, 257],
-    "t3 three of eight": [300, 7000, 90],
-    "g5 short": [1, 2, 3, 4, 5, 6, 7, 8],
-    "g7 all padding": [],
-    "g5 once more": [8000, 60, 900, 3, 511, 512, 513, 2048],
-    "one request": [2049],
-}
+LENGTHS = {**captured_step.LENGTHS, "one request": [2049]}
 
 
 @pytest.fixture(params=PROVIDERS)
@@ -37,20 +32,8 @@ def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Dec
     return made
 
 
-def capture(step: DecodeStep) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step.run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step.run()
-    return graph
-
-
 def test_g5_g6_g7_t3_a_captured_step_of_43_layers_equals_an_eager_one(step: DecodeStep) -> None:
-    graph = capture(step)
+    graph = capture(step.run)[0]
     for seed, (name, seqs) in enumerate(LENGTHS.items(), 1):
         step.change(seqs, seed)
         step.out.fill_(torch.nan)
@@ -68,9 +51,9 @@ def test_g5_g6_g7_t3_a_captured_step_of_43_layers_equals_an_eager_one(step: Deco
 
 def test_two_captures_and_eager_steps_between_their_replays(step: DecodeStep) -> None:
     """Each graph plans for itself, whatever the other one or an eager step has left."""
-    first = capture(step)
+    first = capture(step.run)[0]
     step.change([5000, 30], 1)
-    second = capture(step)
+    second = capture(step.run)[0]
     for seed, seqs in enumerate(([7000] * 8, [129, 1, 640], [64] * 5), 2):
         results = []
         for one in (first, step, second, step, first):
